@@ -1,0 +1,1 @@
+"""The daemon: a pure state machine in a thin shell."""

@@ -1,0 +1,1 @@
+"""Identity: what a finished module state depends on."""

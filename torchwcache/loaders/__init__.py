@@ -1,0 +1,1 @@
+"""Ways to read a checkpoint into a module."""

@@ -1,0 +1,305 @@
+"""The manifest: the immutable, typed description of one finished module state, and its validation. Imports no torch.
+
+Tables refer to each other by index. Everything is checked by :func:`validate` against the real sizes of the segments before a
+single tensor is made from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from torchwcache.encoding import Value, VObject, VTensor
+from torchwcache.errors import ManifestError
+
+__all__ = [
+    "MANIFEST_VERSION",
+    "ClassEdit",
+    "Edit",
+    "Manifest",
+    "ModuleSpec",
+    "ObjectSpec",
+    "Step",
+    "StorageSpec",
+    "TensorSpec",
+    "decode_manifest",
+    "encode_manifest",
+    "validate",
+]
+
+MANIFEST_VERSION = 1
+"""Version of the layout described here; part of every fingerprint."""
+
+StepKind = Literal[
+    "attribute", "slot", "index", "key", "cell", "default", "kwdefault", "partial_arg", "partial_keyword", "function", "self",
+    "weakref", "hook", "tensor_attribute",
+]  # fmt: skip
+"""How one object is reached from another.
+
+``attribute``/``slot``: by name; ``index``: in a list, tuple or deque; ``key``: in a mapping; ``cell``, ``default``, ``kwdefault``:
+of a function; ``partial_arg``, ``partial_keyword``: of a ``functools.partial``; ``function``, ``self``: of a bound method or
+partial; ``weakref``: what a weak reference points to; ``hook``: in a module's hook dict by position; ``tensor_attribute``: in the
+``__dict__`` of a tensor.
+"""
+
+
+class _Spec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    pass
+
+
+class StorageSpec(_Spec, frozen=True):
+    """One storage: ``nbytes`` bytes at ``offset`` of segment number ``segment``.
+
+    ``shared``: mapped by every client, read-only; otherwise each client gets a private copy of the bytes.
+    """
+
+    segment: int
+    offset: int
+    nbytes: int
+    shared: bool
+
+
+class TensorSpec(_Spec, frozen=True):
+    """One tensor object.
+
+    ``storage`` is -1 for a tensor without bytes. ``offset`` and ``stride`` count elements. ``cls`` is ``""`` for
+    ``torch.Tensor``, ``"Parameter"`` for ``torch.nn.Parameter``, else ``"module:qualname"``. ``flags`` may hold ``conj`` and
+    ``neg``. ``attributes`` are the entries of the tensor's ``__dict__``.
+    """
+
+    storage: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    cls: str
+    requires_grad: bool
+    flags: tuple[Literal["conj", "neg"], ...]
+    attributes: tuple[tuple[str, Value], ...]
+
+
+class ModuleSpec(_Spec, frozen=True):
+    """One module of the tree, in ``named_modules(remove_duplicate=False)`` order.
+
+    ``cls`` is ``"module:qualname"``. ``same_as`` is the index of the first path of a module that appears more than once, else
+    -1. ``parameters`` and ``buffers`` list every name in its order, ``None`` where the module holds ``None``; buffers carry
+    ``persistent``. ``attributes`` is an index into :attr:`Manifest.attribute_sets`, or -1.
+    """
+
+    path: str
+    cls: str
+    same_as: int
+    training: bool
+    parameters: tuple[tuple[str, int | None], ...]
+    buffers: tuple[tuple[str, int | None, bool], ...]
+    attributes: int
+
+
+class Step(_Spec, frozen=True):
+    """One step from an object to what it holds."""
+
+    kind: StepKind
+    key: Value
+
+
+class ObjectSpec(_Spec, frozen=True):
+    """An object of the module as built, reached by ``step`` from ``parent``.
+
+    Objects ``0 .. len(modules) - 1`` are the modules themselves; an ``ObjectSpec`` number ``i`` is object ``len(modules) + i``,
+    and its parent comes before it. ``type`` (``"module:qualname"``) is checked when it is resolved.
+    """
+
+    parent: int
+    step: Step
+    type: str
+
+
+class Edit(_Spec, frozen=True):
+    """A difference between the module as built on meta and as loaded: set (or delete, when ``value`` is ``None``) one place.
+
+    ``contents`` edits replace everything inside a list, dict, set or deque at once; ``step.key`` is then unused.
+    """
+
+    target: int
+    step: Step
+    value: Value | None
+    contents: bool = False
+
+
+class ClassEdit(_Spec, frozen=True):
+    """A class attribute that the load changed, with its value before and after."""
+
+    cls: str
+    name: str
+    before: Value | None
+    after: Value | None
+
+
+class Manifest(_Spec, frozen=True):
+    """One module state. See the field types for what each table holds."""
+
+    version: int
+    fingerprint: str
+    device: str
+    memory: str
+    construction: Literal["meta", "parameters-meta", "by-hand"]
+    segments: tuple[int, ...]
+    storages: tuple[StorageSpec, ...]
+    tensors: tuple[TensorSpec, ...]
+    modules: tuple[ModuleSpec, ...]
+    attribute_sets: tuple[tuple[tuple[str, Value], ...], ...]
+    objects: tuple[ObjectSpec, ...]
+    edits: tuple[Edit, ...]
+    class_edits: tuple[ClassEdit, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all segments."""
+        return sum(self.segments)
+
+
+ITEMSIZE: dict[str, int] = {
+    **dict.fromkeys(("bool", "uint8", "int8", "bits8", "qint8", "quint8"), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    "float4_e2m1fn_x2": 1,
+    **{f"{kind}{bits}": 1 for kind in ("int", "uint") for bits in range(1, 8)},
+    **dict.fromkeys(("bits1x8", "bits2x4", "bits4x2", "quint4x2", "quint2x4"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16", "bits16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32", "complex32", "qint32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+"""Bytes of one element, by dtype name."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Manifest)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Serialise a manifest to msgpack."""
+    return _encoder.encode(manifest)
+
+
+def decode_manifest(data: bytes | memoryview) -> Manifest:
+    """Read a manifest; types are checked, bounds are not (see :func:`validate`).
+
+    Raises:
+        ManifestError: Malformed bytes, wrong types, unknown fields, or another manifest version.
+    """
+    try:
+        manifest = _decoder.decode(data)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ManifestError(f"malformed manifest: {error}", path="$") from error
+    if manifest.version != MANIFEST_VERSION:
+        raise ManifestError(f"manifest version {manifest.version}, this is {MANIFEST_VERSION}", path="$.version")
+    return manifest
+
+
+def _fail(path: str, reason: str) -> None:
+    raise ManifestError(f"{path}: {reason}", path=path)
+
+
+def validate(manifest: Manifest, segment_nbytes: Sequence[int]) -> None:
+    """Check every index and every offset of a manifest against the segments that really exist.
+
+    Args:
+        manifest: As decoded.
+        segment_nbytes: Real sizes of the segments' file descriptors, in bytes.
+
+    Raises:
+        ManifestError: With the path of the first field that is wrong.
+    """
+    if tuple(segment_nbytes) != manifest.segments:
+        _fail("$.segments", f"declares {list(manifest.segments)} bytes, the file descriptors have {list(segment_nbytes)}")
+    for i, storage in enumerate(manifest.storages):
+        if not 0 <= storage.segment < len(manifest.segments):
+            _fail(f"$.storages[{i}].segment", f"no segment {storage.segment}")
+        end = storage.offset + storage.nbytes
+        if storage.offset < 0 or storage.nbytes <= 0 or end > manifest.segments[storage.segment]:
+            _fail(f"$.storages[{i}]", f"bytes {storage.offset}..{end} lie outside segment {storage.segment}")
+    sizes = [storage.nbytes for storage in manifest.storages]
+    for i, tensor in enumerate(manifest.tensors):
+        _validate_tensor(i, tensor, sizes)
+    _validate_modules(manifest)
+    _validate_edits(manifest)
+
+
+def _validate_tensor(i: int, tensor: TensorSpec, storage_nbytes: list[int]) -> None:
+    itemsize = ITEMSIZE.get(tensor.dtype)
+    if itemsize is None:
+        _fail(f"$.tensors[{i}].dtype", f"unknown dtype {tensor.dtype!r}")
+        return
+    if len(tensor.shape) != len(tensor.stride):
+        _fail(f"$.tensors[{i}].stride", f"{len(tensor.stride)} strides for {len(tensor.shape)} dimensions")
+    last = tensor.offset
+    empty = False
+    for size, stride in zip(tensor.shape, tensor.stride, strict=True):
+        if size < 0 or stride < 0:
+            _fail(f"$.tensors[{i}]", f"negative size or stride in {tensor.shape}, {tensor.stride}")
+        if size == 0:
+            empty = True
+        last += (size - 1) * stride
+    if tensor.storage == -1:
+        if not empty:
+            _fail(f"$.tensors[{i}].storage", f"a tensor of shape {tensor.shape} needs a storage")
+        return
+    if not 0 <= tensor.storage < len(storage_nbytes):
+        _fail(f"$.tensors[{i}].storage", f"no storage {tensor.storage}")
+    if tensor.offset < 0 or (not empty and (last + 1) * itemsize > storage_nbytes[tensor.storage]):
+        _fail(
+            f"$.tensors[{i}]",
+            f"elements {tensor.offset}..{last} of {itemsize} bytes lie outside storage {tensor.storage} "
+            f"of {storage_nbytes[tensor.storage]} bytes",
+        )
+    if empty and tensor.offset * itemsize > storage_nbytes[tensor.storage]:
+        _fail(f"$.tensors[{i}].offset", "lies outside its storage")
+
+
+def _validate_modules(manifest: Manifest) -> None:
+    count = len(manifest.tensors)
+    if not manifest.modules or manifest.modules[0].path:
+        _fail("$.modules", "the first module must be the root, with an empty path")
+    for i, module in enumerate(manifest.modules):
+        if not (module.same_as == -1 or (0 <= module.same_as < i)):
+            _fail(f"$.modules[{i}].same_as", f"{module.same_as} is not an earlier module")
+        if not -1 <= module.attributes < len(manifest.attribute_sets):
+            _fail(f"$.modules[{i}].attributes", f"no attribute set {module.attributes}")
+        named = [*module.parameters, *((name, tensor) for name, tensor, _ in module.buffers)]
+        for name, tensor in named:
+            if tensor is not None and not 0 <= tensor < count:
+                _fail(f"$.modules[{i}]", f"{name}: no tensor {tensor}")
+
+
+def _validate_edits(manifest: Manifest) -> None:
+    modules, objects = len(manifest.modules), len(manifest.modules) + len(manifest.objects)
+    for i, spec in enumerate(manifest.objects):
+        if not 0 <= spec.parent < modules + i:
+            _fail(f"$.objects[{i}].parent", f"{spec.parent} is not an earlier object")
+    for i, edit in enumerate(manifest.edits):
+        if not 0 <= edit.target < objects:
+            _fail(f"$.edits[{i}].target", f"no object {edit.target}")
+        if edit.value is not None:
+            _validate_value(f"$.edits[{i}].value", edit.value, len(manifest.tensors), objects)
+    for i, tensor in enumerate(manifest.tensors):
+        for name, value in tensor.attributes:
+            _validate_value(f"$.tensors[{i}].attributes.{name}", value, len(manifest.tensors), objects)
+
+
+def _validate_value(path: str, value: Value, tensors: int, objects: int) -> None:
+    if isinstance(value, VTensor):
+        if not 0 <= value.index < tensors:
+            _fail(path, f"no tensor {value.index}")
+        return
+    if isinstance(value, VObject):
+        if not 0 <= value.index < objects:
+            _fail(path, f"no object {value.index}")
+        return
+    nested = getattr(value, "items", None)
+    if isinstance(nested, tuple):
+        for item in nested:
+            for part in item if isinstance(item, tuple) else (item,):
+                _validate_value(path, part, tensors, objects)
+    elif isinstance(inner := getattr(value, "value", None), msgspec.Struct):
+        _validate_value(path, inner, tensors, objects)  # type: ignore[arg-type]

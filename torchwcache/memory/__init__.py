@@ -1,0 +1,1 @@
+"""Memory that has a file descriptor, and so outlives its maker."""

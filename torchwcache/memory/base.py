@@ -1,0 +1,110 @@
+"""The seam between torchwcache and the memory that holds weights: nothing outside ``memory/`` knows which kind it handles."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from torchwcache.config import Access
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["MappedSegment", "Memory", "WritableSegment"]
+
+
+class WritableSegment(Protocol):
+    """A piece of fd-backed memory that this process is filling. Nobody else can see it before :meth:`seal`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, a multiple of the memory's granularity."""
+
+    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        """A one-dimensional uint8 tensor of ``nbytes`` elements at ``offset``, with a storage of its own.
+
+        The tensor keeps the mapping alive, also after :meth:`close`.
+        """
+
+    def offset_of(self, address: int) -> int | None:
+        """Offset of an address within this segment, or ``None`` when it lies outside."""
+
+    def seal(self) -> int:
+        """Make the bytes immutable for every process, this one included, and return the file descriptor.
+
+        Addresses stay valid: tensors made by :meth:`tensor` go on reading the same bytes. The segment keeps owning the
+        descriptor. Idempotent.
+
+        Raises:
+            SegmentError: Somebody else still holds a writable mapping.
+        """
+
+    def close(self) -> None:
+        """Give up the descriptor. The mapping itself is freed with its last tensor. Idempotent."""
+
+
+class MappedSegment(Protocol):
+    """A committed piece of memory, mapped into this process; its bytes never change."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+
+    def tensor(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """A one-dimensional tensor of ``nbytes // dtype.itemsize`` elements at ``offset``, with a storage of its own.
+
+        The tensor keeps the mapping alive; the last one to die unmaps it.
+        """
+
+
+class Memory(Protocol):
+    """One kind of memory on one device."""
+
+    @property
+    def kind(self) -> str:
+        """``"memfd"`` or ``"cuda"``."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors made from this memory live, as this process names it."""
+
+    @property
+    def device_id(self) -> str:
+        """The same device as every process names it: ``"cpu"``, or a UUID."""
+
+    @property
+    def alignment(self) -> int:
+        """Offsets of storages within a segment are multiples of this many bytes."""
+
+    def available_nbytes(self) -> int:
+        """How many bytes could be allocated now without harming the machine (cgroup limits included)."""
+
+    def segment_nbytes(self, total_nbytes: int) -> int:
+        """A good segment size for that many bytes in all: few segments, each small against the whole."""
+
+    def allocate(self, nbytes: int) -> WritableSegment:
+        """Make a new segment of at least ``nbytes`` bytes, filled with zeros.
+
+        Raises:
+            SegmentMemoryError: There is not enough memory.
+            FileLimitError: There are no file descriptors left.
+        """
+
+    def map(self, fd: int, nbytes: int, *, access: Access = Access.COPY_ON_WRITE) -> MappedSegment:
+        """Map a committed segment, after checking that it is sealed and as large as its entry says. Does not consume ``fd``.
+
+        Raises:
+            SegmentError: The descriptor is not an immutable segment of ``nbytes`` bytes.
+        """
+
+    def size_of(self, fd: int) -> int:
+        """Real size in bytes of the segment behind a descriptor."""
+
+    def read_file(self, fd: int, offset: int, target: torch.Tensor) -> None:
+        """Fill a contiguous tensor in this memory with the bytes of a file from ``offset`` on.
+
+        Raises:
+            EOFError: The file ends before the tensor is full.
+        """
+
+    def release_freed(self) -> None:
+        """Return memory that was freed by this process to the system, as far as its allocator can."""

@@ -1,0 +1,1 @@
+"""From module to manifest and back."""

@@ -1,0 +1,1 @@
+"""The allow-list of quantization methods."""

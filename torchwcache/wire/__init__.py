@@ -1,0 +1,1 @@
+"""The wire protocol: messages, frames with file descriptors, the client."""
