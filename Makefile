@@ -1,0 +1,79 @@
+# Everything happens in a virtual environment of its own. `make` alone prepares it.
+#
+#   VENV        where it is                                    (.venv)
+#   VENV_FLAGS  for `python -m venv`: with --system-site-packages a torch that the image brings is used as it is
+#   TORCH_SPEC  what to install when no torch is importable there: `torch` as constraints.txt pins it. On most machines the default
+#               index serves torch with several GB of CUDA libraries; for a small CPU one name an index that has it:
+#                   make TORCH_SPEC="torch --index-url URL-OF-AN-INDEX-OF-CPU-WHEELS"
+#   PYTEST      extra arguments for pytest, such as PYTEST="-k seal -x"
+
+VENV ?= .venv
+VENV_FLAGS ?=
+TORCH_SPEC ?= torch -c constraints.txt
+EXTRAS := dev,docs,demo
+JOBS ?= 2
+PYTEST ?=
+
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := install
+.PHONY: venv install demo test test-all lint format types docs bench check wheel clean
+
+venv: $(PY)
+
+# The first interpreter that works and is new enough: a name on the PATH may be a shim without a version behind it.
+$(PY):
+	@for python in python3 python3.11 python3.12 python3.13 python3.14; do \
+	  if $$python -c 'import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' >/dev/null 2>&1; then \
+	    echo "creating $(VENV) with $$python"; exec $$python -m venv $(VENV_FLAGS) $(VENV); \
+	  fi; \
+	done; echo "need Python 3.11 to 3.14 with venv (Debian: apt install python3-venv)" >&2; exit 1
+
+install: $(STAMP)
+
+# torch comes first and by itself, so that no later step decides which of its many builds is taken.
+$(STAMP): $(PY) pyproject.toml constraints.txt
+	@$(PY) -c 'import torch' >/dev/null 2>&1 || { echo "installing $(TORCH_SPEC)"; $(PIP) $(TORCH_SPEC); }
+	@echo "installing torchwcache[$(EXTRAS)]"
+	@$(PIP) --editable '.[$(EXTRAS)]'
+	@touch $@
+
+demo: install
+	@$(BIN)/torchwcache demo
+
+test: install
+	$(PY) -m pytest -q -n $(JOBS) -m "not slow and not gpu" $(PYTEST)
+
+test-all: install
+	$(PY) -m pytest -q -n $(JOBS) $(PYTEST)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: install
+	$(BIN)/mypy
+
+docs: install
+	$(BIN)/mkdocs build --strict --quiet
+
+bench: install
+	$(PY) benchmarks/attach_host.py
+
+wheel: install
+	rm -rf dist
+	$(PY) -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
+	$(PY) .ci/check_wheel.py dist/*.whl
+
+check: lint types test docs
+
+clean:
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
