@@ -16,7 +16,7 @@ PYTEST ?=
 
 BIN := $(VENV)/bin
 PY := $(BIN)/python
-PIP := $(PY) -m pip --disable-pip-version-check install --quiet
+PIP := $(PY) -m pip --disable-pip-version-check install -qq
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := install
