@@ -20,6 +20,8 @@ import msgspec
 from torchwcache.errors import EncodingError
 
 __all__ = [
+    "Decoder",
+    "Encoder",
     "Value",
     "canonical_bytes",
     "decode",
@@ -212,10 +214,23 @@ class VReference(_Node, frozen=True, tag="&"):
     id: int
 
 
+class VWeakref(_Node, frozen=True, tag="w"):
+    """A weak reference to what ``target`` stands for."""
+
+    target: Value
+
+
+class VTupleLike(_Node, frozen=True, tag="u"):
+    """A tuple of the same class as object ``index`` of the module as built (a named tuple), with new items."""
+
+    index: int
+    items: tuple[Value, ...]
+
+
 Value: TypeAlias = Union[
     VNull, VBool, VInt, VBigInt, VFloat, VComplex, VStr, VBytes, VEllipsis, VList, VTuple, VDeque, VSet, VFrozenSet, VDict,
     VOrderedDict, VEnum, VRange, VSlice, VPath, VDType, VDevice, VEntryDevice, VSize, VTorchConstant, VTensor, VObject, VDefine,
-    VReference,
+    VReference, VWeakref, VTupleLike,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -241,16 +256,22 @@ def _torch_leaf(obj: Any, entry_device: str | None) -> Value | None:
     return None
 
 
-class _Encoding:
-    """The state of one call of :func:`encode`."""
+class Encoder:
+    """The state of one encoding; subclasses give :meth:`special` a meaning (tensors, shared objects)."""
 
-    def __init__(self, hook: Hook | None, entry_device: str | None) -> None:
+    def __init__(self, hook: Hook | None = None, entry_device: str | None = None) -> None:
         self.hook = hook
         self.entry_device = entry_device
         self.active: set[int] = set()
 
+    def special(self, obj: Any, path: str) -> Value | None:
+        """What comes before everything else; ``None`` to go on as usual."""
+        return self.hook(obj, path) if self.hook is not None else None
+
     def value(self, obj: Any, path: str) -> Value:
-        if self.hook is not None and (found := self.hook(obj, path)) is not None:
+        """Encode ``obj``, which was found at ``path``."""
+        found = self.special(obj, path)
+        if found is not None:
             return found
         leaf = self.leaf(obj, path)
         if leaf is not None:
@@ -266,6 +287,7 @@ class _Encoding:
             self.active.discard(id(obj))
 
     def leaf(self, obj: Any, path: str) -> Value | None:
+        """Encode a value that holds no other, or return ``None``."""
         kind = type(obj)
         if obj is None:
             return VNull()
@@ -294,6 +316,7 @@ class _Encoding:
         return _torch_leaf(obj, self.entry_device)
 
     def container(self, obj: Any, path: str) -> Value:
+        """Encode a container of exactly one of the builtin kinds."""
         kind = type(obj)
         if kind is list:
             return VList(self.items(obj, path))
@@ -340,7 +363,7 @@ def encode(obj: object, *, path: str = "$", hook: Hook | None = None, entry_devi
     Raises:
         EncodingError: The value, or something in it, has no canonical form; the message says where.
     """
-    return _Encoding(hook, entry_device).value(obj, path)
+    return Encoder(hook, entry_device).value(obj, path)
 
 
 def to_bytes(value: Value) -> bytes:
@@ -390,15 +413,18 @@ def decode(value: Value, *, leaf: Callable[[Value], object] | None = None) -> An
     Raises:
         EncodingError: A node needs ``leaf`` and none was given, an enum's class is not loaded, or a reference has no target.
     """
-    return _Decoding(leaf).value(value)
+    return Decoder(leaf).value(value)
 
 
-class _Decoding:
+class Decoder:
+    """Decodes values one after the other; references reach back to what earlier ones defined."""
+
     def __init__(self, leaf: Callable[[Value], object] | None) -> None:
         self.leaf = leaf
         self.defined: dict[int, Any] = {}
 
     def value(self, node: Value, define: int | None = None) -> Any:
+        """Decode one value."""
         match node:
             case VNull():
                 return None
@@ -425,12 +451,12 @@ class _Decoding:
                     raise EncodingError(f"reference {node.id} has no target", path="$")
                 return self.defined[node.id]
             case VList() | VTuple() | VDeque() | VSet() | VFrozenSet() | VDict() | VOrderedDict():
-                return self.container(node, define)
+                return self._container(node, define)
         if self.leaf is None:
             raise EncodingError(f"{type(node).__name__} cannot be decoded without torch", path="$")
         return self.leaf(node)
 
-    def container(self, node: VList | VTuple | VDeque | VSet | VFrozenSet | VDict | VOrderedDict, define: int | None) -> Any:
+    def _container(self, node: VList | VTuple | VDeque | VSet | VFrozenSet | VDict | VOrderedDict, define: int | None) -> Any:
         made: Any
         match node:
             case VTuple():

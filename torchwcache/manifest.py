@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from torchwcache.encoding import Value, VObject, VTensor
+from torchwcache.encoding import Value, VObject, VTensor, VTupleLike, VWeakref
 from torchwcache.errors import ManifestError
 
 __all__ = [
@@ -66,7 +66,8 @@ class TensorSpec(_Spec, frozen=True):
 
     ``storage`` is -1 for a tensor without bytes. ``offset`` and ``stride`` count elements. ``cls`` is ``""`` for
     ``torch.Tensor``, ``"Parameter"`` for ``torch.nn.Parameter``, else ``"module:qualname"``. ``flags`` may hold ``conj`` and
-    ``neg``. ``attributes`` are the entries of the tensor's ``__dict__``.
+    ``neg``. ``attributes`` are the entries of the tensor's ``__dict__`` that are carried by value; those in ``inherited`` are
+    taken over from the tensor that the build put in the same place (bound ``weight_loader`` methods and the like).
     """
 
     storage: int
@@ -78,6 +79,7 @@ class TensorSpec(_Spec, frozen=True):
     requires_grad: bool
     flags: tuple[Literal["conj", "neg"], ...]
     attributes: tuple[tuple[str, Value], ...]
+    inherited: tuple[str, ...]
 
 
 class ModuleSpec(_Spec, frozen=True):
@@ -296,6 +298,10 @@ def _validate_value(path: str, value: Value, tensors: int, objects: int) -> None
         if not 0 <= value.index < objects:
             _fail(path, f"no object {value.index}")
         return
+    if isinstance(value, VTupleLike) and not 0 <= value.index < objects:
+        _fail(path, f"no object {value.index}")
+    if isinstance(value, VWeakref):
+        _validate_value(path, value.target, tensors, objects)
     nested = getattr(value, "items", None)
     if isinstance(nested, tuple):
         for item in nested:

@@ -1,0 +1,137 @@
+"""Pack: move the bytes of a captured module into segments, and let the module go on from there.
+
+Storage by storage: copy, point the module's own tensors at the copy (the tensor objects stay the same), free the original. So the
+memory in use exceeds the weights by one segment at most, and a pack that fails leaves a module that works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torchwcache.memory.base import Memory, WritableSegment
+from torchwcache.module.capture import Captured, Placement
+from torchwcache.module.storages import StorageGroup, byte_view, tensor_extent, view_storage
+
+__all__ = ["SegmentWriter", "pack"]
+
+
+class SegmentWriter:
+    """Segments that are being filled, and a place in them for whoever asks. A context manager: closes what was not taken over.
+
+    Args:
+        memory: Where segments come from.
+        expected_nbytes: About how much will be asked for in all; decides the size of segments, never whether there is room.
+    """
+
+    def __init__(self, memory: Memory, expected_nbytes: int) -> None:
+        self.memory = memory
+        self.segments: list[WritableSegment] = []
+        self._step = memory.segment_nbytes(expected_nbytes)
+        self._expected = expected_nbytes
+        self._used = 0
+        self._free_from = 0
+
+    def __enter__(self) -> SegmentWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give up all descriptors; memory goes with its last tensor. Idempotent."""
+        for segment in self.segments:
+            segment.close()
+
+    def place(self, nbytes: int) -> tuple[int, int]:
+        """Reserve ``nbytes`` bytes: segment number and offset.
+
+        Raises:
+            SegmentMemoryError: There is not enough memory for another segment.
+        """
+        align = self.memory.alignment
+        offset = -(-self._free_from // align) * align
+        if not self.segments or offset + nbytes > self.segments[-1].nbytes:
+            left = max(self._expected - self._used, 0)
+            self.segments.append(self.memory.allocate(max(nbytes, min(self._step, left + align))))
+            offset = 0
+        self._free_from = offset + nbytes
+        self._used += -(-nbytes // align) * align
+        return len(self.segments) - 1, offset
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """A zeroed one-dimensional uint8 tensor of ``nbytes`` elements in a segment, with a storage of its own."""
+        number, offset = self.place(nbytes)
+        return self.segments[number].tensor(offset, nbytes)
+
+    def locate(self, group: StorageGroup) -> Placement | None:
+        """Where a storage lies already, if it was loaded straight into a segment."""
+        for number, segment in enumerate(self.segments):
+            offset = segment.offset_of(group.start)
+            if offset is not None and offset + group.nbytes <= segment.nbytes:
+                return Placement(number, offset)
+        return None
+
+
+def pack(captured: Captured, writer: SegmentWriter) -> list[Placement]:
+    """Bring every storage of a captured module into segments.
+
+    The module's own tensors end up on the segments (shared storages) or on memory of their own (private ones, which the module may
+    write).
+
+    Args:
+        captured: From ``capture``. Its module is changed in place: same tensor objects, other memory.
+        writer: Gives the places; may hold storages that the load put there.
+
+    Returns:
+        A placement for each storage.
+
+    Raises:
+        SegmentMemoryError: Memory ran out. The module still works.
+    """
+    placements: list[Placement] = []
+    for group, shared in zip(captured.storages, captured.shared, strict=True):
+        members = [captured.tensors[i] for i in group.members]
+        placed = writer.locate(group)
+        if placed is not None:
+            if not shared:  # the segment is about to become read-only, and this module may write here
+                _move(members, group, byte_view_of(members, group).clone())
+            placements.append(placed)
+            continue
+        before = len(writer.segments)
+        number, offset = writer.place(group.nbytes)
+        if number >= before > 0:
+            writer.memory.release_freed()
+        target = writer.segments[number].tensor(offset, group.nbytes)
+        _copy(members, group, target)
+        if shared:
+            _move(members, group, target)
+        placements.append(Placement(number, offset))
+    writer.memory.release_freed()
+    return placements
+
+
+def byte_view_of(members: Sequence[torch.Tensor], group: StorageGroup) -> torch.Tensor:
+    """The bytes of a storage that one torch storage holds whole."""
+    storage = members[0].untyped_storage()
+    return byte_view(storage, group.start - storage.data_ptr(), group.nbytes)
+
+
+def _copy(members: Sequence[torch.Tensor], group: StorageGroup, target: torch.Tensor) -> None:
+    # Several torch storages may lie over the same memory; between them they cover the group.
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in members}
+    for base, storage in storages.items():
+        start, end = max(base, group.start), min(base + storage.nbytes(), group.end)
+        target[start - group.start : end - group.start].copy_(byte_view(storage, start - base, end - start))
+
+
+def _move(members: Sequence[torch.Tensor], group: StorageGroup, memory: torch.Tensor) -> None:
+    storage = memory.untyped_storage()
+    for tensor in members:
+        offset = (tensor_extent(tensor)[0] - group.start) // tensor.element_size()
+        view = view_storage(storage, tensor.dtype, offset, tensor.shape, tensor.stride())
+        view = torch._neg_view(view) if tensor.is_neg() else view
+        view = torch.conj(view) if tensor.is_conj() else view
+        with torch.no_grad():
+            tensor.data = view  # keeps the object: whoever refers to this parameter goes on doing so

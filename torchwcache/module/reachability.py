@@ -1,0 +1,84 @@
+"""Is anything on the meta device still reachable from a module? The last check before a module is served."""
+
+from __future__ import annotations
+
+import gc
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchwcache.module.graph import ATOMIC_TYPES, children, is_leaf
+
+__all__ = ["find_meta_tensors"]
+
+# Never entered: a function's globals or a class would lead into every module that is loaded.
+_CLOSED: frozenset[type] = ATOMIC_TYPES | {
+    type, types.ModuleType, types.BuiltinFunctionType, types.CodeType, types.FrameType, types.GetSetDescriptorType,
+    types.MappingProxyType, types.WrapperDescriptorType, types.MethodDescriptorType, torch.dtype,
+}  # fmt: skip
+
+
+def _function_parts(function: types.FunctionType) -> list[Any]:
+    return [function.__closure__, function.__defaults__, function.__kwdefaults__, function.__dict__]
+
+
+def _holds_meta(root: nn.Module) -> bool:
+    """Follow every reference, also those that Python code cannot list (C types, closures), as the garbage collector does."""
+    seen: set[int] = {id(root)}
+    frontier: list[Any] = [root]
+    tensor_types: dict[type, bool] = {}
+    while frontier:
+        found = []
+        for obj in gc.get_referents(*frontier):
+            cls = type(obj)
+            if cls in _CLOSED:
+                continue
+            number = id(obj)
+            if number in seen:
+                continue
+            seen.add(number)
+            is_tensor = tensor_types.get(cls)
+            if is_tensor is None:
+                is_tensor = tensor_types[cls] = issubclass(cls, torch.Tensor)
+            if is_tensor:
+                if obj.is_meta:
+                    return True
+            elif isinstance(obj, type):
+                continue
+            elif cls is types.FunctionType:
+                parts = [part for part in _function_parts(obj) if part is not None and id(part) not in seen]
+                seen.update(map(id, parts))
+                found += parts
+                continue
+            found.append(obj)
+        frontier = found
+    return False
+
+
+def find_meta_tensors(root: nn.Module, limit: int = 100) -> list[str]:
+    """Paths of meta tensors that are reachable from a module; empty when there is none.
+
+    The fast answer comes from the collector's view of the heap; names are looked up only when there is something to name.
+    """
+    if not _holds_meta(root):
+        return []
+    found: list[str] = []
+    seen: set[int] = set()
+    stack: list[tuple[str, Any]] = [("", root)]
+    while stack and len(found) < limit:
+        path, obj = stack.pop()
+        if is_leaf(obj) or id(obj) in seen:
+            continue
+        seen.add(id(obj))
+        if isinstance(obj, torch.Tensor) and obj.is_meta:
+            found.append(path or "(root)")
+        for kind, key, value in children(obj):
+            name = f"[{key!r}]" if kind in ("key", "index") else f".{key}"
+            for table in ("_parameters", "_buffers", "_modules"):
+                if path.endswith(table):
+                    name = f".{key}"
+            stack.append((path + name, value))
+    cleaned = [path.replace("._parameters", "").replace("._buffers", "").replace("._modules", "").lstrip(".") for path in found]
+    return cleaned or ["(an object that cannot be named)"]
