@@ -13,6 +13,7 @@ from msgspec import Meta
 
 __all__ = [
     "PROTOCOL_VERSION",
+    "WAITING_INTERVAL_S",
     "Abort",
     "Aborted",
     "Attach",
@@ -50,6 +51,12 @@ Name: TypeAlias = Annotated[str, Meta(max_length=4096)]
 Text: TypeAlias = Annotated[str, Meta(max_length=65536)]
 Nbytes: TypeAlias = Annotated[int, Meta(ge=0, le=2**60)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=7 * 86400)]
+"""A bound that a peer asks for."""
+Age: TypeAlias = Annotated[float, Meta(ge=0)]
+"""A time that has passed; entries may well be older than any bound."""
+
+WAITING_INTERVAL_S = 1.0
+"""A daemon tells a waiting client at least this often that it is alive: silence of several intervals means that it hangs."""
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, kw_only=True):
@@ -72,6 +79,10 @@ class Attach(_Message, frozen=True, tag="attach"):
         provisional: See ``key``.
         produce: Whether this client is able to produce the entry.
         wait_s: How long to wait for another producer, at most.
+
+    A producer that was given a ticket for a provisional key, and has hashed the checkpoint since, attaches once more on the same
+    connection, by the full key: its production moves there, together with everybody who waits for it. In every other case a
+    connection that holds a lease or a ticket, or waits, cannot attach again.
     """
 
     key: Hex
@@ -191,9 +202,10 @@ class Produce(_Message, frozen=True, tag="produce"):
 
 
 class Miss(_Message, frozen=True, tag="miss"):
-    """No such entry, nobody produces it, and the client said that it will not. ``others`` as in :class:`Produce`."""
+    """No such entry, nobody produces it, and the client said that it will not. Other fields as in :class:`Produce`."""
 
     others: tuple[OtherEntry, ...]
+    hash_first: bool = False
 
 
 class Waiting(_Message, frozen=True, tag="waiting"):
@@ -202,7 +214,7 @@ class Waiting(_Message, frozen=True, tag="waiting"):
     phase: Name
     done: Nbytes
     total: Nbytes
-    elapsed_s: Seconds
+    elapsed_s: Age
 
 
 class Refused(_Message, frozen=True, tag="refused"):
@@ -233,8 +245,8 @@ class EntryInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nbytes: Nbytes
     segments: int
     leases: int
-    age_s: Seconds
-    idle_s: Seconds
+    age_s: Age
+    idle_s: Age
     hits: int
     superseded: bool
 
@@ -259,7 +271,7 @@ class DaemonStatus(_Message, frozen=True, tag="daemon_status"):
     version: Name
     protocol: int
     pid: int
-    uptime_s: float
+    uptime_s: Age
     socket: Name
     entries: int
     leases: int
@@ -279,8 +291,8 @@ class Stopping(_Message, frozen=True, tag="stopping"):
 class Failure(_Message, frozen=True, tag="failure"):
     """The request was not carried out. This message never changes its shape, whatever the protocol version.
 
-    Codes: ``protocol_version``, ``malformed``, ``too_large``, ``bad_ticket``, ``bad_segments``, ``timeout``, ``fd_limit``,
-    ``not_found``, ``forbidden``, ``stopping``, ``internal``.
+    Codes: ``protocol_version``, ``malformed``, ``too_large``, ``bad_state``, ``bad_ticket``, ``bad_segments``, ``timeout``,
+    ``fd_limit``, ``not_found``, ``forbidden``, ``stopping``, ``internal``.
     """
 
     code: Name
