@@ -1,1 +1,5 @@
-"""The command line."""
+"""The command line. Importing it, ``--help``, and every command that only talks to the daemon import no torch."""
+
+from torchwcache.cli.main import main
+
+__all__ = ["main"]
