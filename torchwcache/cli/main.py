@@ -8,8 +8,8 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
 
+from torchwcache import __version__
 from torchwcache.cli import daemon, demo, evict, load, status, stop, verify
 from torchwcache.cli.exit_codes import ExitCode
 from torchwcache.errors import ConfigError, DaemonError, DaemonTimeoutError, DaemonUnavailable, EntryNotFoundError, WeightCacheError
@@ -19,19 +19,6 @@ __all__ = ["build_parser", "main"]
 COMMANDS = (daemon, load, status, verify, evict, stop, demo)
 
 
-class _Version(argparse.Action):
-    """Reads the version only when it is asked for: the package's metadata takes longer to open than a command to run."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
-        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help="show the version and exit")
-
-    def __call__(self, parser: argparse.ArgumentParser, *args: object) -> None:
-        from importlib.metadata import version
-
-        print(f"torchwcache {version('torchwcache')}")
-        parser.exit()
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     parser = argparse.ArgumentParser(
@@ -39,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Keep finished models in memory that outlives every process, and attach them without copying.",
         epilog="Exit codes: " + ", ".join(f"{code.value} {code.meaning}" for code in ExitCode) + ".",
     )
-    parser.add_argument("--version", action=_Version)
+    parser.add_argument("--version", action="version", version=f"torchwcache {__version__}")
     logs = argparse.ArgumentParser(add_help=False)
     logs.add_argument("-v", "--verbose", action="store_true", help="log what is being done; show tracebacks")
     logs.add_argument("--debug", action="store_true", help="log everything; show tracebacks")

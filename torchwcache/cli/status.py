@@ -24,9 +24,9 @@ def run(args: argparse.Namespace) -> ExitCode:
     with connect(args) as connection:
         status, entries = connection.status(), connection.entries()
     if args.json:
-        import msgspec
+        from msgspec.structs import asdict
 
-        print(json.dumps({"daemon": msgspec.to_builtins(status), "entries": [msgspec.to_builtins(entry) for entry in entries]}))
+        print(json.dumps({"daemon": asdict(status), "entries": [asdict(entry) for entry in entries]}))
     else:
         print("\n".join([*_daemon_lines(status), *_entry_lines(entries)]))
     return ExitCode.OK
