@@ -98,7 +98,7 @@ def match(module: nn.Module, checkpoint: SafetensorsCheckpoint, *, strict: bool)
             problems = [
                 (
                     name,
-                    f"values differ for {name}: it is tied to {chosen} in current model, the checkpoint holds other bytes for it.",
+                    f"values differ for {name}: it is tied to {chosen} in current model, and the checkpoint tells them apart.",
                 )
                 for name in present[:-1]
                 if not checkpoint.same_bytes(name, chosen)
