@@ -363,6 +363,34 @@ def test_reading_copies_no_page(sealed: host.HostWritableSegment, memory: HostMe
     assert smaps_of(tensor.data_ptr())["Anonymous"] == PAGE // 1024
 
 
+def test_own_writes_are_noticed(sealed: host.HostWritableSegment, memory: HostMemory) -> None:
+    mine = sealed.tensor(128, 64)
+    client = memory.map(sealed.seal(), MIB)
+    theirs = client.tensor(256, 64, torch.uint8)
+    for segment in (sealed.mapped(), client):
+        assert not segment.is_modified(0, MIB)
+        assert not segment.is_modified(MIB, 0)
+    mine[63] += 1
+    theirs[0] += 1
+    assert [sealed.mapped().is_modified(start, 64) for start in (64, 128, 192, 256)] == [False, True, False, False]
+    assert [client.is_modified(start, 64) for start in (64, 128, 192, 256)] == [False, False, False, True]
+    mine[63] -= 1  # what counts is the value, not that a page was copied
+    assert not sealed.mapped().is_modified(0, MIB)
+    assert not memory.map(sealed.seal(), MIB, access=Access.READONLY).is_modified(0, MIB)
+
+
+def test_the_producers_own_mapping_keeps_its_addresses(memory: HostMemory) -> None:
+    with memory.allocate(MIB) as segment:
+        written = segment.tensor(64, 4).fill_(3)
+        with pytest.raises(SegmentError, match="sealed"):
+            segment.mapped()
+        segment.seal()
+        mapped = segment.mapped()
+    assert mapped.tensor(64, 4, torch.uint8).data_ptr() == written.data_ptr()
+    with pytest.raises(SegmentError, match="closed"):
+        segment.mapped()
+
+
 # ---- ownership ---------------------------------------------------------------------------------------------------------------
 
 
