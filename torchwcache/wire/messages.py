@@ -45,7 +45,7 @@ __all__ = [
 PROTOCOL_VERSION = 1
 """Sent in every frame header. A daemon answers another version with :class:`Failure` ``protocol_version``, which never changes."""
 
-Hex: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+Hex: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
 """An xxh3-128 digest."""
 Name: TypeAlias = Annotated[str, Meta(max_length=4096)]
 Text: TypeAlias = Annotated[str, Meta(max_length=65536)]

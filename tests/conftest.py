@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from torchwcache.errors import DaemonUnavailable
+from torchwcache.wire.client import DaemonConnection
+
+TIMEOUT_S = 20.0
+
+
+def wait_until(condition: Callable[[], object], *, what: str, timeout_s: float = TIMEOUT_S) -> None:
+    """Poll until ``condition`` holds; fail the test when it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {timeout_s:g} s: {what}")
+        time.sleep(0.005)
+
+
+def lock_holder(socket_path: str) -> int | None:
+    """Pid of the daemon that holds the lock of this socket, if one does."""
+    try:
+        fd = os.open(socket_path + ".lock", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = os.pread(fd, 32, 0).strip()
+        return int(text) if text.isdigit() else None
+    finally:
+        os.close(fd)
+    return None
+
+
+def end_daemon(socket_path: str) -> None:
+    """Stop whatever daemon serves this socket (a test's own: its folder is), and wait until it is gone."""
+    pid = lock_holder(socket_path)
+    if pid is None:
+        return
+    for number in (signal.SIGCONT, signal.SIGTERM):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+    deadline = time.monotonic() + 5
+    while lock_holder(socket_path) == pid and time.monotonic() < deadline:
+        time.sleep(0.005)
+    if lock_holder(socket_path) == pid:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: lock_holder(socket_path) != pid, what=f"daemon {pid} dies")
+
+
+class RunningDaemon:
+    """A real daemon in a process of its own.
+
+    Attributes:
+        socket: Path of its socket.
+        process: The process, a child of the test.
+    """
+
+    def __init__(self, socket_path: str, command: list[str] | None = None) -> None:
+        self.socket = socket_path
+        self._log = open(socket_path + ".test.log", "a+b")  # noqa: SIM115 - closed in end()
+        self.process = subprocess.Popen(
+            command or [sys.executable, "-m", "torchwcache.daemon", "--socket", socket_path, "--foreground"],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        return Path(self.socket + ".test.log").read_text()
+
+    def wait_ready(self) -> RunningDaemon:
+        def ready() -> bool:
+            if self.process.poll() is not None:
+                pytest.fail(f"the daemon exited with {self.process.returncode}:\n{self.log}")
+            try:
+                DaemonConnection.connect(self.socket).close()
+            except DaemonUnavailable:
+                return False
+            return True
+
+        wait_until(ready, what="the daemon accepts connections")
+        return self
+
+    def connect(self, *, timeout_s: float = TIMEOUT_S) -> DaemonConnection:
+        return DaemonConnection.connect(self.socket, timeout_s=timeout_s)
+
+    def kill(self) -> None:
+        """End it with SIGKILL: nothing is cleaned up."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(TIMEOUT_S)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+            try:
+                self.process.wait(5)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        self._log.close()
+
+
+@pytest.fixture(name="wait_until")
+def _wait_until() -> Callable[..., None]:
+    """:func:`wait_until`, for tests that cannot import this file."""
+    return wait_until
+
+
+@pytest.fixture
+def open_fds() -> Callable[[], frozenset[tuple[int, str]]]:
+    """What is open in this process: number and target of every descriptor."""
+
+    def look() -> frozenset[tuple[int, str]]:
+        found = set()
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # the one that lists
+                found.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
+        return frozenset(found)
+
+    return look
+
+
+@pytest.fixture
+def make_memfd() -> Iterator[Callable[..., int]]:
+    """Makes memfds as a producer would commit them: sealed, unless told which seals to put on."""
+    made: list[int] = []
+    everything = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+    def make(content: bytes = b"weights", *, nbytes: int = 4096, seals: int = everything) -> int:
+        fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        made.append(fd)
+        os.ftruncate(fd, nbytes)
+        os.pwrite(fd, content, 0)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        return fd
+
+    yield make
+    for fd in made:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+@pytest.fixture
+def socket_folder() -> Iterator[Path]:
+    """A private folder whose path is short enough for sockets, which pytest's own is not always."""
+    folder = Path(tempfile.mkdtemp(prefix="twc-", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def private_socket(socket_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Keep every test away from the user's own daemon, and end whatever daemon it started by itself."""
+    path = str(socket_folder / "daemon.sock")
+    monkeypatch.setenv("TORCHWCACHE_SOCKET", path)
+    yield path
+    end_daemon(path)
+
+
+@pytest.fixture
+def daemon(private_socket: str) -> Iterator[RunningDaemon]:
+    """A running daemon at the socket that this test's code finds by default."""
+    running = RunningDaemon(private_socket)
+    try:
+        yield running.wait_ready()
+    finally:
+        running.end()

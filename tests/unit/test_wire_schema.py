@@ -1,0 +1,129 @@
+"""The wire schema, frozen. Change this list together with docs/protocol.md, and by its rules of evolution only."""
+
+from __future__ import annotations
+
+import typing
+
+import msgspec
+import pytest
+
+from torchwcache.wire import framing, messages
+
+REQUESTS = {
+    "attach": {
+        "key": "Hex", "device": "Name", "slot": "Name", "family": "Hex", "fields": "bytes", "provisional": "bool = False",
+        "produce": "bool = True", "wait_s": "Seconds = 600.0",
+    },
+    "progress": {"ticket": "int", "phase": "Name", "done": "Nbytes = 0", "total": "Nbytes = 0"},
+    "commit": {
+        "ticket": "int", "key": "Hex", "device": "Name", "slot": "Name", "family": "Hex", "fields": "bytes", "manifest": "bytes",
+        "memory": "Literal['memfd', 'cuda']", "segments": "tuple[Nbytes, ...]", "label": "Name = ''",
+    },
+    "refuse": {"ticket": "int", "key": "Hex", "kind": "Name", "reason": "Text"},
+    "abort": {"ticket": "int", "reason": "Text"},
+    "list": {},
+    "evict": {"key": "Hex | None = None", "slot": "Name | None = None", "everything": "bool = False", "refusals": "bool = False"},
+    "make_room": {"device": "Name", "nbytes": "Nbytes"},
+    "status": {},
+    "stop": {},
+}  # fmt: skip
+
+REPLIES = {
+    "hit": {
+        "key": "Hex", "manifest": "bytes", "memory": "Literal['memfd', 'cuda']", "segments": "tuple[Nbytes, ...]", "waited": "bool",
+    },
+    "produce": {"ticket": "int", "others": "tuple[OtherEntry, ...]", "hash_first": "bool = False"},
+    "miss": {"others": "tuple[OtherEntry, ...]", "hash_first": "bool = False"},
+    "waiting": {"phase": "Name", "done": "Nbytes", "total": "Nbytes", "elapsed_s": "Age"},
+    "refused": {"kind": "Name", "reason": "Text"},
+    "committed": {"key": "Hex"},
+    "aborted": {},
+    "entries": {"entries": "tuple[EntryInfo, ...]"},
+    "evicted": {"freed": "tuple[Hex, ...]", "pending": "tuple[Hex, ...]", "nbytes": "Nbytes"},
+    "daemon_status": {
+        "version": "Name", "protocol": "int", "pid": "int", "uptime_s": "Age", "socket": "Name", "entries": "int", "leases": "int",
+        "producing": "int", "waiting": "int", "refusals": "int", "nbytes": "Nbytes", "fds": "int", "fd_limit": "int",
+        "warnings": "tuple[Text, ...] = ()",
+    },
+    "stopping": {},
+    "failure": {"code": "Name", "message": "Text", "protocol": "int = 1"},
+}  # fmt: skip
+
+PARTS = {
+    "OtherEntry": {"key": "Hex", "fields": "bytes"},
+    "EntryInfo": {
+        "key": "Hex", "device": "Name", "slot": "Name", "label": "Name", "memory": "Name", "nbytes": "Nbytes", "segments": "int",
+        "leases": "int", "age_s": "Age", "idle_s": "Age", "hits": "int", "superseded": "bool",
+    },
+}  # fmt: skip
+
+BOUNDS = {
+    "Hex": {"pattern": "^[0-9a-f]{32}$", "max_length": 32},  # `$` alone would let a newline through
+    "Name": {"max_length": 4096},
+    "Text": {"max_length": 65536},
+    "Nbytes": {"ge": 0, "le": 2**60},
+    "Seconds": {"ge": 0, "le": 7 * 86400},
+    "Age": {"ge": 0},
+}
+
+
+def fields_of(cls: type[msgspec.Struct]) -> dict[str, str]:
+    found = {}
+    for field in msgspec.structs.fields(cls):
+        text = str(cls.__annotations__[field.name]).replace('"', "'")
+        found[field.name] = text if field.required else f"{text} = {field.default!r}"
+    return found
+
+
+def schema_of(union: object) -> dict[str, dict[str, str]]:
+    return {str(cls.__struct_config__.tag): fields_of(cls) for cls in typing.get_args(union)}
+
+
+def test_requests():
+    assert schema_of(messages.Request) == REQUESTS
+
+
+def test_replies():
+    assert schema_of(messages.Reply) == REPLIES
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts(name):
+    assert fields_of(getattr(messages, name)) == PARTS[name]
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_bounds(name):
+    meta = getattr(messages, name).__metadata__[0]
+    set_ones = ("gt", "ge", "lt", "le", "pattern", "min_length", "max_length")
+    assert {key: value for key in set_ones if (value := getattr(meta, key)) is not None} == BOUNDS[name]
+
+
+def test_every_message_refuses_unknown_fields_and_is_named_by_its_tag():
+    for cls in (*typing.get_args(messages.Request), *typing.get_args(messages.Reply)):
+        assert cls.__struct_config__.forbid_unknown_fields
+        assert cls.__struct_config__.tag_field == "type"
+        assert cls.__struct_config__.frozen
+
+
+def test_frame_constants():
+    assert framing.MAGIC == b"TWCACHE\n"
+    assert framing.HEADER_NBYTES == 16
+    assert framing.FDS_PER_BATCH == 253
+    assert framing.MAX_FDS == 4096
+    assert framing.MAX_PAYLOAD_NBYTES == 2**28
+    assert framing.MAX_REQUEST_NBYTES == 2**22
+    assert messages.PROTOCOL_VERSION == 1
+
+
+def test_the_failure_that_every_version_must_understand():
+    payload = framing.encode(messages.Failure(code="protocol_version", message="m", protocol=1))
+    assert payload == b"\x84\xa4type\xa7failure\xa4code\xb0protocol_version\xa7message\xa1m\xa8protocol\x01"
+
+
+def test_the_freeze_can_fail():
+    class Changed(msgspec.Struct, tag="status"):
+        added: int = 0
+
+    assert schema_of(typing.Union[Changed, messages.Stop]) == {"status": {"added": "int = 0"}, "stop": {}}
+    assert schema_of(typing.Union[Changed, messages.Stop]) != {tag: REQUESTS[tag] for tag in ("status", "stop")}
