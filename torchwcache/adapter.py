@@ -15,7 +15,19 @@ if TYPE_CHECKING:
 
     from torchwcache.identity.checkpoint import CheckpointFiles
 
-__all__ = ["Adapter", "CaptureRules", "Description", "LoadContext", "LoadResult"]
+__all__ = ["Adapter", "CaptureRules", "Description", "LoadContext", "LoadResult", "Versioned"]
+
+
+class Versioned(Protocol):
+    """Something with a name and a version that enter the fingerprint."""
+
+    @property
+    def name(self) -> str:
+        """The registered name."""
+
+    @property
+    def version(self) -> str:
+        """Changes whenever the same input may give another result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +50,10 @@ class Description:
         source: Resolved path or repo id: the slot's name.
         quantization_config: As the checkpoint states it, or ``None``.
         label: A short name for people, such as ``"LlamaForCausalLM bfloat16"``.
+        loader: What reads the checkpoint.
+        packages: Distributions that build or load the module (``transformers``); their versions enter the fingerprint.
+        env_names: Environment variables from which the engine resolves options.
+        computes: Whether loading runs arithmetic, so that numeric settings of torch count.
     """
 
     fields: Mapping[str, Any]
@@ -45,6 +61,10 @@ class Description:
     source: str
     quantization_config: Mapping[str, Any] | None
     label: str
+    loader: Versioned
+    packages: tuple[str, ...] = ()
+    env_names: tuple[str, ...] = ()
+    computes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -336,9 +336,11 @@ class Encoder:
         raise EncodingError(f"{path}: {kind.__module__}.{kind.__qualname__} has no canonical form", path=path)
 
     def items(self, obj: Any, path: str) -> tuple[Value, ...]:
+        """Encode what a sequence or a set holds."""
         return tuple(self.value(item, f"{path}[{i}]") for i, item in enumerate(obj))
 
     def pairs(self, obj: Mapping[Any, Any], path: str) -> tuple[tuple[Value, Value], ...]:
+        """Encode what a mapping holds, in its order."""
         return tuple((self.value(k, f"{path} key {k!r}"), self.value(v, f"{path}[{k!r}]")) for k, v in obj.items())
 
 
@@ -379,7 +381,7 @@ def from_bytes(data: bytes | memoryview) -> Value:
     """
     global _decoder
     if _decoder is None:
-        _decoder = msgspec.msgpack.Decoder(Value)  # type: ignore[arg-type]
+        _decoder = msgspec.msgpack.Decoder(Value)
     try:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:

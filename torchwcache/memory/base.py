@@ -38,6 +38,9 @@ class WritableSegment(Protocol):
             SegmentError: Somebody else still holds a writable mapping.
         """
 
+    def mapped(self) -> MappedSegment:
+        """The segment as any other process would see it, over the same addresses; only after :meth:`seal`, before :meth:`close`."""
+
     def close(self) -> None:
         """Give up the descriptor. The mapping itself is freed with its last tensor. Idempotent."""
 
@@ -54,6 +57,9 @@ class MappedSegment(Protocol):
 
         The tensor keeps the mapping alive; the last one to die unmaps it.
         """
+
+    def is_modified(self, offset: int, nbytes: int) -> bool:
+        """Whether this process wrote to those bytes of its mapping. The published bytes are what they were in any case."""
 
 
 class Memory(Protocol):

@@ -90,6 +90,15 @@ def _map(fd: int, nbytes: int, flags: int) -> tuple[mmap.mmap, int]:
     return owner, address
 
 
+def _pristine(fd: int, nbytes: int) -> mmap.mmap:
+    """A mapping of a sealed segment in which nothing can be written: what was published, whatever this process did to its own."""
+    owner, address = _map(fd, nbytes, mmap.MAP_PRIVATE)
+    if _libc.mprotect(address, nbytes, mmap.PROT_READ) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return owner
+
+
 class HostWritableSegment:
     """A memfd that this process is filling. Made by :meth:`HostMemory.allocate`."""
 
@@ -169,6 +178,19 @@ class HostWritableSegment:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
 
+    def mapped(self) -> HostMappedSegment:
+        """The segment as any other process would see it, over the same addresses.
+
+        Raises:
+            SegmentError: It was not sealed yet, or was closed.
+        """
+        if self._mapping is None or not self._sealed:
+            raise SegmentError("only a sealed segment that was not closed can be shown as a mapped one")
+        try:
+            return HostMappedSegment(self._mapping, self._nbytes, _pristine(self._fd, self._nbytes))
+        except OSError as error:
+            _raise_memory("map a segment", self._nbytes, error)
+
     def close(self) -> None:
         """Give up the descriptor. The mapping itself goes with its last tensor. Idempotent."""
         if self._mapping is not None:
@@ -188,11 +210,12 @@ class HostWritableSegment:
 class HostMappedSegment:
     """A sealed memfd, mapped into this process. Made by :meth:`HostMemory.map`."""
 
-    __slots__ = ("_mapping", "_nbytes")
+    __slots__ = ("_mapping", "_nbytes", "_pristine")
 
-    def __init__(self, mapping: mmap.mmap, nbytes: int) -> None:
+    def __init__(self, mapping: mmap.mmap, nbytes: int, pristine: mmap.mmap) -> None:
         self._mapping = mapping
         self._nbytes = nbytes
+        self._pristine = pristine
 
     @property
     def nbytes(self) -> int:
@@ -210,6 +233,17 @@ class HostMappedSegment:
         if nbytes == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._mapping, dtype=dtype, count=nbytes // dtype.itemsize, offset=offset)
+
+    def is_modified(self, offset: int, nbytes: int) -> bool:
+        """Whether this process wrote to those bytes of its mapping.
+
+        They are compared with a second mapping that nobody can write to: it shows the published bytes.
+        """
+        if nbytes == 0:
+            return False
+        mine = torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=offset)
+        published = torch.frombuffer(self._pristine, dtype=torch.uint8, count=nbytes, offset=offset)
+        return not torch.equal(mine, published)
 
 
 class HostMemory:
@@ -290,9 +324,10 @@ class HostMemory:
             if access is Access.READONLY and _libc.mprotect(address, nbytes, mmap.PROT_READ) != 0:
                 number = ctypes.get_errno()
                 raise OSError(number, os.strerror(number))
+            pristine = _pristine(fd, nbytes)
         except OSError as error:
             _raise_memory("map a segment", nbytes, error)
-        return HostMappedSegment(mapping, nbytes)
+        return HostMappedSegment(mapping, nbytes, pristine)
 
     def size_of(self, fd: int) -> int:
         """Real size in bytes of the segment behind a descriptor.

@@ -70,7 +70,7 @@ class _Pending:
 
 
 class Pairing:
-    """The paired walk. After :meth:`run`: ``edits``, ``object_specs``, ``tensor_attributes``, ``problems``.
+    """The paired walk. After :meth:`run`: ``edits`` with ``edit_paths``, ``object_specs``, ``tensor_attributes``, ``problems``.
 
     Args:
         module: As loaded.
@@ -84,6 +84,7 @@ class Pairing:
         self.problems: list[tuple[str, str]] = []
         self.integers: list[tuple[str, int]] = []
         self.edits: list[Edit] = []
+        self.edit_paths: list[str] = []
         self.edited: set[tuple[int, str]] = set()
         self.object_specs: list[ObjectSpec] = []
         self.tensor_attributes: list[tuple[tuple[tuple[str, Value], ...], tuple[str, ...]]] = []
@@ -389,6 +390,7 @@ class Pairing:
             self.problem(pending.path, str(error).removeprefix(f"{pending.path}: ") + self._hint(pending))
             return
         self.edits.append(Edit(target, step, value, pending.contents))
+        self.edit_paths.append(pending.path)
         if pending.kind == "attribute" and node.parent is None:
             assert node.index is not None
             self.edited.add((node.index, pending.key))

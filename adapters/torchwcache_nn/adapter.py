@@ -1,0 +1,126 @@
+"""Build and load plain modules (``ModelConfig(build=...)``) and Transformers models (a folder with a ``config.json``)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate import init_empty_weights
+from torch import nn
+
+from torchwcache.adapter import CaptureRules, Description, LoadContext, LoadResult
+from torchwcache.config import ModelConfig
+from torchwcache.errors import BuildError
+from torchwcache.identity.code import tree_code_fields
+from torchwcache.loaders.base import Loader
+from torchwcache.loaders.huggingface import HuggingFaceLoader
+from torchwcache.loaders.registry import LOADERS
+from torchwcache.module.construct import build_on_meta, build_parameters_on_meta, parameters_on_meta, resolve_callable
+from torchwcache.module.graph import type_name
+
+__all__ = ["NNAdapter"]
+
+_TRANSFORMERS_IGNORED = {
+    "generation_config": "read from generation_config.json by every client (design D19)",
+    "generation_config.*": "read from generation_config.json by every client (design D19)",
+    "*name_or_path": "says where this process found the files, not what is in them",
+}
+
+
+class NNAdapter:
+    """Plain modules through the ``safetensors`` loader, Transformers folders through ``huggingface``."""
+
+    name = "nn"
+    version = "1"
+
+    def accepts(self, cfg: ModelConfig) -> bool:
+        """Everything that names no adapter."""
+        return True
+
+    def loader(self, cfg: ModelConfig) -> Loader:
+        """The loader that a config names, or the usual one."""
+        return LOADERS.get(cfg.loader or ("huggingface" if cfg.build is None else "safetensors"))
+
+    def describe(self, cfg: ModelConfig, module: nn.Module) -> Description:
+        """Describe the model by its config and its classes."""
+        loader = self.loader(cfg)
+        files = loader.files(cfg)
+        fields: dict[str, Any] = {"class": type_name(type(module)), "classes": tree_code_fields(module)}
+        packages: tuple[str, ...] = ()
+        if isinstance(loader, HuggingFaceLoader):
+            fields["config"] = {k: v for k, v in loader.config(cfg).to_dict().items() if k != "_name_or_path"}
+            packages = ("transformers",)
+        dtype = cfg.dtype or str(getattr(module, "dtype", "")).removeprefix("torch.")
+        return Description(
+            fields=fields,
+            checkpoint=files,
+            source=str(Path(cfg.checkpoint).resolve()) if Path(cfg.checkpoint).exists() else cfg.checkpoint,
+            quantization_config=loader.quantization_config(cfg),
+            label=f"{type(module).__name__} {dtype}".strip(),
+            loader=loader,
+            packages=packages,
+        )
+
+    def build(self, cfg: ModelConfig) -> tuple[nn.Module, str]:
+        """Build on meta; where an ``__init__`` computes with tensors of its own, only the parameters are on meta."""
+        loader = self.loader(cfg)
+        if isinstance(loader, HuggingFaceLoader) and cfg.build_meta is None:
+            return self._build_transformers(cfg, loader)
+        try:
+            return self._mode(build_on_meta(cfg)), "meta"
+        except BuildError as first:
+            if cfg.build_meta is not None:
+                raise
+            try:
+                return self._mode(build_parameters_on_meta(cfg)), "parameters-meta"
+            except BuildError:
+                raise first from first.__cause__
+
+    def _build_transformers(self, cfg: ModelConfig, loader: HuggingFaceLoader) -> tuple[nn.Module, str]:
+        try:
+            with init_empty_weights(include_buffers=True):
+                return self._mode(loader.build_module(cfg)), "meta"
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as first:
+            try:
+                with parameters_on_meta():
+                    return self._mode(loader.build_module(cfg)), "parameters-meta"
+            except (RuntimeError, NotImplementedError, TypeError, ValueError):
+                raise BuildError(
+                    f"the model of {cfg.checkpoint} cannot be built on the meta device: {type(first).__name__}: {first}. Pass "
+                    "ModelConfig(build_meta=...), a callable that makes the same module without its weights"
+                ) from first
+
+    @contextmanager
+    def scratch_build(self, cfg: ModelConfig) -> Iterator[tuple[nn.Module, str]]:
+        """Plain modules register themselves nowhere, so a second build is like the first."""
+        yield self.build(cfg)
+
+    def load(self, cfg: ModelConfig, context: LoadContext) -> LoadResult:
+        """Load by the loader's own pipeline, set evaluation mode, and run ``finalize``."""
+        result = self.loader(cfg).load(cfg, context)
+        module = self._mode(result.module)
+        if cfg.finalize is not None:
+            changed = resolve_callable(cfg.finalize, "finalize")(module)
+            module = changed if isinstance(changed, nn.Module) else module
+        return LoadResult(module=module, initialized=result.initialized, notes=result.notes)
+
+    def rules(self, cfg: ModelConfig, module: nn.Module) -> CaptureRules:
+        """Transformers keeps in the module what belongs to the process: where the files were found, the generation config."""
+        return CaptureRules(ignore=_TRANSFORMERS_IGNORED if isinstance(self.loader(cfg), HuggingFaceLoader) else {})
+
+    def prepare(self, cfg: ModelConfig, module: nn.Module) -> None:
+        """Read what every client reads for itself."""
+        loader = self.loader(cfg)
+        if isinstance(loader, HuggingFaceLoader) and hasattr(module, "generation_config"):
+            from transformers import GenerationConfig
+
+            # Without such a file a model keeps the one that its build derived from the model's config, as in from_pretrained.
+            with contextlib.suppress(OSError):
+                module.__dict__["generation_config"] = GenerationConfig.from_pretrained(loader.folder(cfg))
+
+    @staticmethod
+    def _mode(module: nn.Module) -> nn.Module:
+        return module.eval()

@@ -1,0 +1,230 @@
+"""The producer's side of an attach: load by the engine's own pipeline, check the gate, capture, pack, commit in one message."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchwcache.adapter import Adapter, CaptureRules, Description, LoadContext, LoadResult
+from torchwcache.attachment import AttachReport
+from torchwcache.config import ModelConfig
+from torchwcache.errors import (
+    CaptureError,
+    DaemonError,
+    NotAFunctionOfCheckpointError,
+    SegmentMemoryError,
+    UnsupportedQuantizationError,
+)
+from torchwcache.identity.fingerprint import Fingerprint
+from torchwcache.manifest import Manifest, encode_manifest
+from torchwcache.memory.base import MappedSegment, Memory
+from torchwcache.module.capture import Captured, capture
+from torchwcache.module.classes import ClassSnapshot
+from torchwcache.module.pack import SegmentWriter, pack
+from torchwcache.quantization.registry import check_tensors
+from torchwcache.wire.messages import Commit, Hit
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from torchwcache.wire.client import DaemonConnection
+
+__all__ = ["REFUSALS", "Heartbeat", "Published", "load_unpublished", "make_room", "publish_module", "refusal_kind"]
+
+logger = logging.getLogger(__name__)
+
+REFUSALS = (UnsupportedQuantizationError, CaptureError, NotAFunctionOfCheckpointError)
+"""What makes a model impossible to cache, as opposed to impossible to load."""
+
+_HEARTBEAT_S = 5.0
+
+
+def refusal_kind(error: Exception) -> str:
+    """The kind of a refusal as the daemon remembers it: the name of the error."""
+    return type(error).__name__
+
+
+def load_unpublished(cfg: ModelConfig, adapter: Adapter, memory: Memory) -> LoadResult:
+    """Load as if there were no cache: into ordinary memory."""
+    device = memory.device
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    return adapter.load(cfg, LoadContext(allocate=allocate, read_file=memory.read_file, progress=lambda done, total: None))
+
+
+class Heartbeat:
+    """Tells the daemon that a producer is alive, and how far it is. Silence past the daemon's bound hands production on."""
+
+    def __init__(self, connection: DaemonConnection, ticket: int) -> None:
+        self._connection, self._ticket = connection, ticket
+        self._phase, self._done, self._total = "load", 0, 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="torchwcache-heartbeat", daemon=True)
+
+    def update(self, done: int, total: int) -> None:
+        """Bytes done, and bytes in all."""
+        self._done, self._total = done, total
+
+    def phase(self, name: str) -> None:
+        """Say at once that another phase began."""
+        self._phase, self._done, self._total = name, 0, 0
+        self._send()
+
+    def _send(self) -> bool:
+        try:
+            self._connection.progress(self._ticket, phase=self._phase, done=self._done, total=self._total)
+        except (DaemonError, OSError) as error:
+            logger.debug("the daemon did not take a progress message: %s", error)
+            return False
+        return True
+
+    def _run(self) -> None:
+        while not self._stop.wait(_HEARTBEAT_S) and self._send():
+            pass
+
+    def __enter__(self) -> Heartbeat:
+        self._send()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def make_room(connection: DaemonConnection, memory: Memory, nbytes: int) -> None:
+    """See to it that ``nbytes`` can be allocated, evicting unleased entries where that helps.
+
+    Raises:
+        SegmentMemoryError: There is not enough memory, whatever is evicted.
+    """
+    available = memory.available_nbytes()
+    if available >= nbytes:
+        return
+    freed = connection.make_room(memory.device_id, nbytes=nbytes - available)
+    if freed.freed:
+        logger.info("evicted %d unleased entries (%d bytes) to make room", len(freed.freed), freed.nbytes)
+    available = memory.available_nbytes()
+    if available < nbytes:
+        raise SegmentMemoryError(
+            f"{nbytes} bytes are needed to publish and {available} are available on {memory.device_id}; nothing was published",
+            nbytes=nbytes,
+            available=available,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What a publish led to.
+
+    ``hit`` is set, with its descriptors, when somebody else had published the same entry meanwhile: that one is to be used.
+    """
+
+    manifest: Manifest
+    segments: list[MappedSegment]
+    hit: Hit | None = None
+    fds: tuple[int, ...] = ()
+
+
+@contextlib.contextmanager
+def segment_writer(memory: Memory, expected_nbytes: int) -> Iterator[SegmentWriter]:
+    """A writer whose segments are given up on leaving, whatever happened."""
+    with SegmentWriter(memory, expected_nbytes) as writer:
+        yield writer
+
+
+def check_publishable(cfg: ModelConfig, result: LoadResult, method: str) -> None:
+    """What may not be published although it was loaded.
+
+    Raises:
+        NotAFunctionOfCheckpointError: Tensors were initialized anew and no seed was given.
+        UnsupportedQuantizationError: The module's tensors are not what the method says.
+    """
+    if result.initialized and cfg.seed is None:
+        names = ", ".join(result.initialized[:10]) + (", ..." if len(result.initialized) > 10 else "")
+        raise NotAFunctionOfCheckpointError(
+            f"{len(result.initialized)} tensors are not in the checkpoint and were initialized anew ({names}): another process "
+            "would get other values. Give ModelConfig(seed=...) to make them part of the model's identity",
+            names=tuple(result.initialized),
+        )
+    check_tensors(method, result.module)
+
+
+def capture_module(
+    cfg: ModelConfig,
+    adapter: Adapter,
+    module: nn.Module,
+    built: nn.Module,
+    construction: str,
+    memory: Memory,
+    classes: ClassSnapshot | None,
+) -> Captured:
+    """Capture under the rules of adapter and user."""
+    rules = adapter.rules(cfg, module)
+    rules = CaptureRules(ignore={**rules.ignore, **cfg.ignore}, constants=(*rules.constants, *cfg.constants))
+    return capture(module, built, device=memory.device, rules=rules, construction=construction, classes=classes)  # type: ignore[arg-type]
+
+
+def publish_module(
+    captured: Captured,
+    writer: SegmentWriter,
+    connection: DaemonConnection,
+    fingerprint: Fingerprint,
+    *,
+    ticket: int,
+    slot: str,
+    description: Description,
+    report: AttachReport,
+    before_commit: Callable[[], None] = lambda: None,
+) -> Published:
+    """Pack, seal and commit a captured module, which goes on living on the published bytes.
+
+    Args:
+        captured: What to publish.
+        writer: May hold storages already.
+        connection: Holds the lease afterwards.
+        fingerprint: The full one.
+        ticket: The daemon's leave to produce; 0 for a publish by hand.
+        slot: The entry's slot.
+        description: Gives the label.
+        report: Gets bytes and seconds.
+        before_commit: Last checks, with everything sealed and nothing visible yet.
+
+    Raises:
+        SegmentMemoryError: Memory ran out; the module still works and nothing was published.
+    """
+    memory = writer.memory
+    with report.phase("publish"):
+        placements = pack(captured, writer)
+        fds = [segment.seal() for segment in writer.segments]
+        sizes = [segment.nbytes for segment in writer.segments]
+        manifest = captured.manifest(placements, sizes, fingerprint=fingerprint.hex, device_id=memory.device_id, memory=memory.kind)
+        before_commit()
+        request = Commit(
+            ticket=ticket,
+            key=fingerprint.hex,
+            device=memory.device_id,
+            slot=slot,
+            family=fingerprint.family,
+            fields=fingerprint.encode(),
+            manifest=encode_manifest(manifest),
+            memory=memory.kind,  # type: ignore[arg-type]
+            segments=tuple(sizes),
+            label=description.label,
+        )
+        reply, received = connection.commit(request, fds)
+    if isinstance(reply, Hit):
+        return Published(manifest, [], reply, tuple(received))
+    report.published = True
+    report.mapped_nbytes = sum(s.nbytes for s in manifest.storages if s.shared)
+    report.copied_nbytes = sum(s.nbytes for s in manifest.storages if not s.shared)
+    report.tensors = len(manifest.tensors)
+    return Published(manifest, [segment.mapped() for segment in writer.segments])
