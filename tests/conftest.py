@@ -179,6 +179,25 @@ def private_socket(socket_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 @pytest.fixture
+def daemon_class() -> type[RunningDaemon]:
+    """For tests that need a daemon of another kind, or a second one."""
+    return RunningDaemon
+
+
+@pytest.fixture
+def start(private_socket: str) -> Iterator[Callable[[Callable[[str], list[str]]], RunningDaemon]]:
+    """Starts a daemon by another command, which is made from the socket's path."""
+    with contextlib.ExitStack() as stack:
+
+        def make(command: Callable[[str], list[str]]) -> RunningDaemon:
+            running = RunningDaemon(private_socket, command(private_socket))
+            stack.callback(running.end)
+            return running.wait_ready()
+
+        yield make
+
+
+@pytest.fixture
 def daemon(private_socket: str) -> Iterator[RunningDaemon]:
     """A running daemon at the socket that this test's code finds by default."""
     running = RunningDaemon(private_socket)

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
+from torchwcache import __version__
 from torchwcache.daemon.connection import Connection, ConnectionLimits
 from torchwcache.daemon.endpoint import Endpoint
 from torchwcache.daemon.events import CloseFds, Disconnected, Effect, Event, Exit, Received, Send, SendStatus, Shutdown, Tick
@@ -408,7 +409,7 @@ class Server:
         counts = self._store.counts()
         fd_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return DaemonStatus(
-            version=_version(),
+            version=__version__,
             protocol=PROTOCOL_VERSION,
             pid=os.getpid(),
             uptime_s=now_s - self._started_s,
@@ -446,12 +447,3 @@ def _file_limit_text(needed: int = 1) -> str:
         f"the daemon (pid {os.getpid()}) has no file descriptors left for {needed} more: its limit is {soft} (hard limit {hard})."
         " Evict entries, or restart it with a higher `ulimit -n`"
     )
-
-
-def _version() -> str:
-    import importlib.metadata  # costs more to import than everything else here together, and is needed by `status` alone
-
-    try:
-        return importlib.metadata.version("torchwcache")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
