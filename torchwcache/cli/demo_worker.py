@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +45,9 @@ def make_tiny(folder: str) -> None:
 
 def attach(checkpoint: str, *, reference: bool, hold: bool) -> None:
     """Attach, compute, and say how it went."""
-    import transformers
+    started = time.perf_counter()
+    architecture = import_everything(checkpoint)
+    import_s = time.perf_counter() - started
 
     from torchwcache import ModelConfig, WeightCache
 
@@ -52,13 +55,27 @@ def attach(checkpoint: str, *, reference: bool, hold: bool) -> None:
     attachment = WeightCache.attach(ModelConfig(checkpoint), fallback="error")
     seconds = time.perf_counter() - started
     with attachment as model:
-        facts = {"report": attachment.report.as_dict(), "seconds": seconds, "digest": digest(outputs(model))}
+        facts = {"report": attachment.report.as_dict(), "seconds": seconds, "import_s": import_s, "digest": digest(outputs(model))}
         if reference:
-            architecture = getattr(transformers, model.config.architectures[0])
-            facts["reference"] = digest(outputs(architecture.from_pretrained(checkpoint)))
+            started = time.perf_counter()
+            plain = architecture.from_pretrained(checkpoint)
+            facts |= {"reference_s": time.perf_counter() - started, "reference": digest(outputs(plain))}
         print(json.dumps(facts), flush=True)
         if hold:
             sys.stdin.read()
+
+
+def import_everything(checkpoint: str) -> Any:
+    """Import what a start needs in any case, so that the times after it are the weights' alone; returns the model's class."""
+    import accelerate  # noqa: F401 - Transformers imports it at the first load
+    import transformers
+
+    import torchwcache.attaching  # noqa: F401 - imported by the first attach
+    from torchwcache.plugins import ADAPTERS
+
+    ADAPTERS.get("nn")
+    with open(os.path.join(checkpoint, "config.json")) as file:
+        return getattr(transformers, json.load(file)["architectures"][0])
 
 
 def outputs(model: torch.nn.Module) -> torch.Tensor:
