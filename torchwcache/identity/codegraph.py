@@ -34,6 +34,7 @@ _NO_MEMBERS = frozenset({
     "__static_attributes__",
     "__abstractmethods__", "_abc_impl", "__parameters__", "__orig_bases__", "__annotate__", "__annotations_cache__",
     "__annotate_func__", "__dataclass_params__", "__dataclass_fields__", "__match_args__",
+    "__slotnames__",
 })  # fmt: skip
 _MAX_DEPTH = 60
 
@@ -119,8 +120,9 @@ class Graph:
         if kind in (list, tuple, deque):
             return (kind.__name__, *(self.value(item, f"{path}[{i}]") for i, item in enumerate(obj)))
         if kind in (set, frozenset):
-            # By their bytes: the order of iteration depends on PYTHONHASHSEED.
-            return (kind.__name__, *sorted((self.value(item, f"{path}{{}}") for item in obj), key=_bytes))
+            # The order of iteration depends on PYTHONHASHSEED and on addresses; numbers of references must not.
+            items = [self.value(item, f"{path}{{}}") for item in sorted(obj, key=_qualified)]
+            return (kind.__name__, *sorted(items, key=_bytes))
         if kind in (dict, OrderedDict, types.MappingProxyType):
             pairs = [(self.value(key, f"{path} key"), self.value(item, f"{path}[{key!r:.60}]")) for key, item in obj.items()]
             return (kind.__name__, *(pairs if kind is OrderedDict else sorted(pairs, key=_bytes)))
@@ -181,7 +183,7 @@ class Graph:
             return ("pattern", self.value(obj.pattern, path), obj.flags)
         if isinstance(obj, _NEUTRAL) or (kind.__module__, kind.__qualname__) in _NEUTRAL_TYPES:
             return ("neutral", kind.__qualname__)
-        if kind.__module__ in ("typing", "types", "typing_extensions"):
+        if kind.__module__ in ("typing", "typing_extensions") or isinstance(obj, types.GenericAlias | types.UnionType):
             return ("typing", repr(obj))
         torch = sys.modules.get("torch")
         if torch is not None:
@@ -322,6 +324,10 @@ def _lookup(module: str, qualname: str) -> object:
     for part in qualname.split("."):
         found = getattr(found, part, None)
     return found
+
+
+def _qualified(obj: Any) -> str:
+    return f"{getattr(obj, '__module__', '')}:{getattr(obj, '__qualname__', '')}"
 
 
 def _bytes(value: object) -> bytes:
