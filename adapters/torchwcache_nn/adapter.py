@@ -20,6 +20,7 @@ from torchwcache.loaders.huggingface import HuggingFaceLoader
 from torchwcache.loaders.registry import LOADERS
 from torchwcache.module.construct import build_on_meta, build_parameters_on_meta, parameters_on_meta, resolve_callable
 from torchwcache.module.graph import type_name
+from torchwcache_nn.conversions import NUMBERS, OBJECTS, restore_conversions, stamp_conversions
 
 __all__ = ["NNAdapter"]
 
@@ -100,8 +101,11 @@ class NNAdapter:
 
     def load(self, cfg: ModelConfig, context: LoadContext) -> LoadResult:
         """Load by the loader's own pipeline, set evaluation mode, and run ``finalize``."""
-        result = self.loader(cfg).load(cfg, context)
+        loader = self.loader(cfg)
+        result = loader.load(cfg, context)
         module = self._mode(result.module)
+        if isinstance(loader, HuggingFaceLoader):
+            stamp_conversions(module, cfg.build_kwargs)
         if cfg.finalize is not None:
             changed = resolve_callable(cfg.finalize, "finalize")(module)
             module = changed if isinstance(changed, nn.Module) else module
@@ -109,12 +113,20 @@ class NNAdapter:
 
     def rules(self, cfg: ModelConfig, module: nn.Module) -> CaptureRules:
         """Transformers keeps in the module what belongs to the process: where the files were found, the generation config."""
-        return CaptureRules(ignore=_TRANSFORMERS_IGNORED if isinstance(self.loader(cfg), HuggingFaceLoader) else {})
+        if not isinstance(self.loader(cfg), HuggingFaceLoader):
+            return CaptureRules()
+        ignored = dict(_TRANSFORMERS_IGNORED)
+        if NUMBERS in module.__dict__:
+            ignored[OBJECTS] = "made anew from the numbers of the registered conversions"
+        return CaptureRules(ignore=ignored)
 
     def prepare(self, cfg: ModelConfig, module: nn.Module) -> None:
         """Read what every client reads for itself."""
         loader = self.loader(cfg)
-        if isinstance(loader, HuggingFaceLoader) and hasattr(module, "generation_config"):
+        if not isinstance(loader, HuggingFaceLoader):
+            return
+        restore_conversions(module, cfg.build_kwargs)
+        if hasattr(module, "generation_config"):
             from transformers import GenerationConfig
 
             # Without such a file a model keeps the one that its build derived from the model's config, as in from_pretrained.

@@ -44,7 +44,7 @@ def origin_of(module: str) -> Origin | None:
     found = _distribution(top, file)
     if found is None or _is_editable(found):
         return None
-    return ("distribution", found.name, found.version)
+    return ("distribution", *_name_and_version(found))
 
 
 def _file_of(module: str) -> Path | None:
@@ -67,13 +67,9 @@ def _is_stdlib(file: Path) -> bool:
 
 def _distribution(top: str, file: Path) -> metadata.Distribution | None:
     """The distribution that installed ``file``. Tried first: the one of the same name, since the full map costs 0.2 s."""
-    try:
-        found = metadata.distribution(top)
-    except (metadata.PackageNotFoundError, ValueError):
-        pass
-    else:
-        if _provides(found, top, file):
-            return found
+    named = _named(top)
+    if named is not None and _provides(named, top, file):
+        return named
     candidates = [metadata.distribution(name) for name in sorted(set(_packages().get(top, ())))]
     candidates = [candidate for candidate in candidates if _provides(candidate, top, file)]
     if len(candidates) <= 1:
@@ -81,6 +77,21 @@ def _distribution(top: str, file: Path) -> metadata.Distribution | None:
     # Several distributions share a namespace package: only their lists of files can tell.
     owners = [item for item in candidates if any(_located(item, str(entry)) == file for entry in item.files or ())]
     return owners[0] if owners else None
+
+
+@cache
+def _named(name: str) -> metadata.Distribution | None:
+    try:
+        return metadata.distribution(name)
+    except (metadata.PackageNotFoundError, ValueError):
+        return None
+
+
+@cache
+def _name_and_version(distribution: metadata.Distribution) -> tuple[str, str]:
+    # Every access parses the whole metadata file, a README of a thousand lines included.
+    parsed = distribution.metadata
+    return parsed["Name"], parsed["Version"]
 
 
 @cache
@@ -98,6 +109,7 @@ def _located(distribution: metadata.Distribution, path: str) -> Path:
     return Path(str(distribution.locate_file(path))).resolve()
 
 
+@cache
 def _is_editable(distribution: metadata.Distribution) -> bool:
     text = distribution.read_text("direct_url.json")
     if text is None:
