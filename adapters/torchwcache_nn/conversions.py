@@ -17,7 +17,7 @@ OBJECTS = "_weight_conversions"
 NUMBERS = "_torchwcache_weight_conversions"
 
 
-def _registered(module: nn.Module, kwargs: Mapping[str, Any]) -> list[Any]:
+def _registered(module: Any, kwargs: Mapping[str, Any]) -> list[Any]:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return list(get_model_conversion_mapping(module, kwargs.get("key_mapping"), None))

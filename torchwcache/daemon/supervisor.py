@@ -26,9 +26,11 @@ from torchwcache.errors import (
     DaemonTimeoutError,
     DaemonUnavailable,
     UntrustedSocketError,
+    WeightCacheError,
 )
 from torchwcache.wire.address import check_path, default_socket_path, make_folder
 from torchwcache.wire.client import DaemonConnection
+from torchwcache.wire.failures import is_file_limit, no_files_left
 
 __all__ = ["connect_or_start", "default_socket_path", "start_daemon"]
 
@@ -36,6 +38,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_LOG_NBYTES = 2**20
 _RETRY_S = 0.02
+_LOCKED_RETRY_S = 0.1
 _LAST_LINES_NBYTES = 2000
 
 
@@ -57,23 +60,29 @@ def connect_or_start(path: str, *, start: bool, timeout_s: float = 10.0) -> Daem
     """
     path = check_path(path)
     deadline_s = time.monotonic() + timeout_s
+    held: DaemonAlreadyRunningError | None = None
     while True:
         try:
             return DaemonConnection.connect(path, timeout_s=timeout_s)
         except DaemonUnavailable:
             if not start:
                 raise
-        make_folder(os.path.dirname(path))
-        with _start_lock(path, deadline_s):
+        with _no_raw_errors(path), _start_lock(path, patience_s=(deadline_s - time.monotonic()) / 2):
             with contextlib.suppress(DaemonUnavailable):  # whoever had the lock before us may have started it
                 return DaemonConnection.connect(path, timeout_s=timeout_s)
-            with contextlib.suppress(DaemonAlreadyRunningError):  # one that starts or exits at this moment: look again
+            try:
                 start_daemon(path, timeout_s=max(deadline_s - time.monotonic(), _RETRY_S))
-        if time.monotonic() >= deadline_s:
+                continue
+            except DaemonAlreadyRunningError as error:  # one that starts or exits at this moment: look again
+                held = error
+            except DaemonTimeoutError:
+                if held is None:
+                    raise
+        if time.monotonic() + _LOCKED_RETRY_S >= deadline_s:
             raise DaemonTimeoutError(
-                f"no daemon came up at {path} within {timeout_s:g} s, although one holds its lock: see {log_path(path)}", path=path
-            )
-        time.sleep(_RETRY_S)
+                f"no daemon answers at {path}, although one holds its lock (for {timeout_s:g} s now): {held}", path=path
+            ) from held
+        time.sleep(_LOCKED_RETRY_S)
 
 
 def start_daemon(path: str, *, timeout_s: float = 10.0, idle_timeout_s: float | None = None) -> None:
@@ -95,9 +104,9 @@ def start_daemon(path: str, *, timeout_s: float = 10.0, idle_timeout_s: float | 
         DaemonTimeoutError: It was not ready in time.
     """
     path = check_path(path)
-    make_folder(os.path.dirname(path))
     deadline_s = time.monotonic() + timeout_s
-    with contextlib.ExitStack() as stack:
+    with _no_raw_errors(path), contextlib.ExitStack() as stack:
+        make_folder(os.path.dirname(path))
         ready, told = os.pipe2(os.O_CLOEXEC)
         stack.callback(os.close, ready)
         with contextlib.ExitStack() as theirs:
@@ -155,10 +164,7 @@ def _environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _open_log(path: str) -> int:
     log = log_path(path)
-    try:
-        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
-    except OSError as error:
-        raise DaemonUnavailable(f"cannot write the daemon's log {log}: {error.strerror}", path=path) from error
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
         os.close(fd)
@@ -217,14 +223,34 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def _start_lock(path: str, deadline_s: float) -> Iterator[None]:
+def _no_raw_errors(path: str) -> Iterator[None]:
+    """Whatever the system refuses (a read-only file system, no room for a process) means: no daemon here."""
+    try:
+        yield
+    except WeightCacheError:
+        raise
+    except OSError as error:
+        if is_file_limit(error):
+            raise no_files_left(path) from error
+        raise DaemonUnavailable(
+            f"cannot start a daemon for {path}: {error.strerror or error}"
+            + (f" ({error.filename})" if error.filename else "")
+            + "; set TORCHWCACHE_SOCKET to a place where you may write",
+            path=path,
+        ) from error
+
+
+@contextlib.contextmanager
+def _start_lock(path: str, *, patience_s: float) -> Iterator[None]:
     """Let one process at a time start a daemon. Only saves work: the daemon's own lock decides.
 
     So a lock that cannot be had in time, since its holder hangs or was forked while it held it, stops nobody.
     """
+    make_folder(os.path.dirname(path))
     fd = os.open(path + ".start", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        while time.monotonic() < deadline_s:
+        give_up_s = time.monotonic() + patience_s
+        while time.monotonic() < give_up_s:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break

@@ -9,7 +9,7 @@ from torch import nn
 
 from torchwcache.manifest import Manifest
 from torchwcache.memory.base import MappedSegment
-from torchwcache.module.replace import iter_tensors
+from torchwcache.module.replace import replace_tensors
 from torchwcache.module.storages import tensor_extent
 
 __all__ = ["modified_tensors"]
@@ -31,11 +31,13 @@ def modified_tensors(module: nn.Module, manifest: Manifest, segments: Sequence[M
             changed.append((start, start + storage.nbytes))
     if not changed:
         return ()
-    names = []
-    for path, tensor in iter_tensors(module).values():
-        if tensor.is_meta or tensor.numel() == 0:
-            continue
-        start, end = tensor_extent(tensor)
-        if any(low < end and start < high for low, high in changed):
-            names.append(path)
+    names: set[str] = set()
+
+    def note(tensor: torch.Tensor, path: str) -> None:
+        if not tensor.is_meta and tensor.numel():
+            start, end = tensor_extent(tensor)
+            if any(low < end and start < high for low, high in changed):
+                names.add(path)
+
+    replace_tensors(module, note)
     return tuple(sorted(names))

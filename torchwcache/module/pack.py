@@ -16,6 +16,8 @@ from torchwcache.module.storages import StorageGroup, byte_view, tensor_extent, 
 
 __all__ = ["SegmentWriter", "pack"]
 
+_SPARE_NBYTES = 1 << 20
+
 
 class SegmentWriter:
     """Segments that are being filled, and a place in them for whoever asks. A context manager: closes what was not taken over.
@@ -53,8 +55,10 @@ class SegmentWriter:
         align = self.memory.alignment
         offset = -(-self._free_from // align) * align
         if not self.segments or offset + nbytes > self.segments[-1].nbytes:
+            # What is left of the estimate, and an eighth for padding and what the estimate did not know: one segment more than
+            # needed costs every client a mapping, bytes that nobody touches cost nothing.
             left = max(self._expected - self._used, 0)
-            self.segments.append(self.memory.allocate(max(nbytes, min(self._step, left + align))))
+            self.segments.append(self.memory.allocate(max(nbytes, min(self._step, left + left // 8 + _SPARE_NBYTES))))
             offset = 0
         self._free_from = offset + nbytes
         self._used += -(-nbytes // align) * align

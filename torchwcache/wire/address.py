@@ -106,21 +106,19 @@ def check_socket(path: str) -> None:
         DaemonUnavailable: There is nothing.
         UntrustedSocketError: There is something that is not ours.
     """
-    folder = os.path.dirname(path)
     try:
-        check_folder(folder)
+        check_folder(os.path.dirname(path))
         found = os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise DaemonUnavailable(
-            f"no daemon: {error.filename} does not exist. Start one with `torchwcache daemon`, or set {SOCKET_VARIABLE} to"
-            " the socket of one that runs",
-            path=path,
-        ) from error
+    except UntrustedSocketError:
+        raise
     except PermissionError as error:
-        if isinstance(error, UntrustedSocketError):
-            raise
-        raise _untrusted(
-            path, "cannot be looked at (permission denied)", f"set {SOCKET_VARIABLE} to a place of your own"
+        raise _untrusted(path, "cannot be looked at (permission denied)", f"set {SOCKET_VARIABLE} to another") from error
+    except OSError as error:
+        missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
+        raise DaemonUnavailable(
+            f"no daemon: {error.filename} {'does not exist' if missing else f'cannot be used ({error.strerror})'}. Start one with"
+            f" `torchwcache daemon`, or set {SOCKET_VARIABLE} to the socket of one that runs",
+            path=path,
         ) from error
     remedy = f"remove it, or set {SOCKET_VARIABLE} to another path"
     if not stat.S_ISSOCK(found.st_mode):

@@ -60,14 +60,14 @@ AttachReply: TypeAlias = Hit | Produce | Miss | Refused
 
 # A forked child inherits the socket, and with it the lease: the daemon would take a dead parent for alive as long as the child
 # runs. So children close what their parents had open (D14). The lock keeps a fork from falling between making a socket and
-# registering it.
+# registering it; it is reentrant for the sake of a fork in a signal handler.
 _live: weakref.WeakSet[DaemonConnection] = weakref.WeakSet()
-_live_lock = threading.Lock()
+_live_lock = threading.RLock()
 
 
 def _after_fork_in_child() -> None:
     global _live_lock
-    _live_lock = threading.Lock()
+    _live_lock = threading.RLock()
     for connection in list(_live):
         connection._abandon()
 
