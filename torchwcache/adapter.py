@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -74,11 +74,13 @@ class LoadContext:
     Attributes:
         allocate: Gives a zeroed one-dimensional uint8 tensor of so many bytes in segment memory: what is loaded there needs no
             copy when it is published.
+        expect: Told beforehand the sizes of what will be allocated, so that few segments of the right size are made.
         read_file: ``Memory.read_file``: fills a tensor from a file descriptor at an offset.
         progress: Called with bytes done and bytes in all.
     """
 
     allocate: Callable[[int], torch.Tensor]
+    expect: Callable[[Iterable[int]], None]
     read_file: Callable[[int, int, torch.Tensor], None]
     progress: Callable[[int, int], None]
 

@@ -378,7 +378,7 @@ class _Production:
         if self.provisional:
             self.identity.start_background()
         classes = ClassSnapshot(self.attaching.built)
-        with SegmentWriter(self.memory, self.identity.nbytes) as writer, Heartbeat(self.connection, self.ticket) as heartbeat:
+        with SegmentWriter(self.memory) as writer, Heartbeat(self.connection, self.ticket) as heartbeat:
             try:
                 result = self.load(writer, heartbeat)
                 self.identity.check_unchanged()
@@ -397,7 +397,9 @@ class _Production:
                 raise
 
     def load(self, writer: SegmentWriter, heartbeat: Heartbeat) -> LoadResult:
-        context = LoadContext(allocate=writer.allocate, read_file=self.memory.read_file, progress=heartbeat.update)
+        context = LoadContext(
+            allocate=writer.allocate, expect=writer.expect, read_file=self.memory.read_file, progress=heartbeat.update
+        )
         with self.report.phase("load"):
             result = self.adapter.load(self.cfg, context)
         self.report.warnings += tuple(result.notes)
@@ -477,7 +479,7 @@ def publish_by_hand(cfg: ModelConfig, model: nn.Module, options: AttachOptions) 
                 )
             assert attaching.connection is not None
             make_room(attaching.connection, attaching.memory, _needed_nbytes(captured.nbytes))
-            with SegmentWriter(attaching.memory, captured.nbytes) as writer:
+            with SegmentWriter(attaching.memory) as writer:
                 published = publish_module(
                     captured,
                     writer,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,7 +56,10 @@ def load_unpublished(cfg: ModelConfig, adapter: Adapter, memory: Memory) -> Load
     def allocate(nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
-    return adapter.load(cfg, LoadContext(allocate=allocate, read_file=memory.read_file, progress=lambda done, total: None))
+    context = LoadContext(
+        allocate=allocate, expect=lambda sizes: None, read_file=memory.read_file, progress=lambda done, total: None
+    )
+    return adapter.load(cfg, context)
 
 
 class Heartbeat:
@@ -132,13 +134,6 @@ class Published:
     segments: list[MappedSegment]
     hit: Hit | None = None
     fds: tuple[int, ...] = ()
-
-
-@contextlib.contextmanager
-def segment_writer(memory: Memory, expected_nbytes: int) -> Iterator[SegmentWriter]:
-    """A writer whose segments are given up on leaving, whatever happened."""
-    with SegmentWriter(memory, expected_nbytes) as writer:
-        yield writer
 
 
 def check_publishable(cfg: ModelConfig, result: LoadResult, method: str) -> None:

@@ -35,7 +35,12 @@ def capture_loaded(
     classes: ClassSnapshot | None = None,
 ) -> Captured:
     return capture(
-        loaded, build_meta(build, construction), device=CPU, rules=rules, construction=construction, classes=classes  # type: ignore[arg-type]
+        loaded,
+        build_meta(build, construction),
+        device=CPU,
+        rules=rules,
+        construction=construction,
+        classes=classes,  # type: ignore[arg-type]
     )
 
 
@@ -44,7 +49,7 @@ class Publication:
 
     def __init__(self, captured: Captured) -> None:
         self.memory = HostMemory()
-        self.writer = SegmentWriter(self.memory, captured.nbytes)
+        self.writer = SegmentWriter(self.memory)
         placements = pack(captured, self.writer)
         self.fds = [segment.seal() for segment in self.writer.segments]
         sizes = [segment.nbytes for segment in self.writer.segments]

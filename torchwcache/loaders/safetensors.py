@@ -10,7 +10,7 @@ import torch
 
 from torchwcache.adapter import LoadContext, LoadResult
 from torchwcache.config import ModelConfig
-from torchwcache.errors import CheckpointNotFoundError
+from torchwcache.errors import BuildError, CheckpointNotFoundError
 from torchwcache.identity.checkpoint import CheckpointFiles
 from torchwcache.loaders.fill import fill, load_with_pytorch, match, why_pytorch_must_load
 from torchwcache.loaders.safetensors_file import SafetensorsCheckpoint
@@ -69,11 +69,18 @@ class SafetensorsLoader:
                 device = memory.device
                 return memory
 
-            module = construct.build_parameters_on_meta(cfg)
-            computed = construct.materialize(module, allocate)
+            try:
+                module = construct.build_parameters_on_meta(cfg)
+                computed = construct.materialize(module, allocate, context.expect)
+                why = f"these were computed from parameters: {_shown(computed)}"
+            except BuildError as error:
+                # Clients build by the hook that the user gave for this very case; the producer can build as always.
+                if cfg.build_meta is None:
+                    raise
+                computed, why = ["__init__"], f"its __init__ needs the values of its parameters: {error.__cause__}"
             if computed:
                 module = construct.build_for_real(cfg)
-                notes.append(f"built in full, since these were computed from parameters: {_shown(computed)}")
+                notes.append(f"built in full, since {why}")
             if (reason := why_pytorch_must_load(module, checkpoint)) is not None:
                 notes.append(f"loaded by load_state_dict, with one more copy in memory: {reason}")
                 missing = load_with_pytorch(module, checkpoint, strict=cfg.strict)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -131,12 +131,15 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def materialize(module: nn.Module, allocate: Callable[[int], torch.Tensor]) -> list[str]:
+def materialize(
+    module: nn.Module, allocate: Callable[[int], torch.Tensor], expect: Callable[[Iterable[int]], None] = lambda sizes: None
+) -> list[str]:
     """Give every meta storage of a module real memory, keeping ties and views.
 
     Args:
         module: From :func:`build_parameters_on_meta`; changed in place.
         allocate: Returns a zeroed one-dimensional uint8 tensor of so many bytes, with a storage of its own.
+        expect: Told the sizes of everything that will be allocated, before the first.
 
     Returns:
         Paths of tensors that were *computed* from a parameter (they view no parameter's storage): nobody can tell their values
@@ -147,6 +150,7 @@ def materialize(module: nn.Module, allocate: Callable[[int], torch.Tensor]) -> l
     computed = [path for path, tensor in found if _meta_storage(tensor) not in owned]
     if computed:
         return computed
+    expect({_meta_storage(tensor): tensor.untyped_storage().nbytes() for _, tensor in found}.values())
     memory: dict[int, torch.UntypedStorage | None] = {}
     made: dict[int, torch.Tensor] = {}
     for _, tensor in found:

@@ -6,7 +6,7 @@ memory in use exceeds the weights by one segment at most, and a pack that fails 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -16,24 +16,26 @@ from torchwcache.module.storages import StorageGroup, byte_view, tensor_extent, 
 
 __all__ = ["SegmentWriter", "pack"]
 
-_SPARE_NBYTES = 1 << 20
-
 
 class SegmentWriter:
     """Segments that are being filled, and a place in them for whoever asks. A context manager: closes what was not taken over.
 
     Args:
         memory: Where segments come from.
-        expected_nbytes: About how much will be asked for in all; decides the size of segments, never whether there is room.
     """
 
-    def __init__(self, memory: Memory, expected_nbytes: int) -> None:
+    def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self.segments: list[WritableSegment] = []
-        self._step = memory.segment_nbytes(expected_nbytes)
-        self._expected = expected_nbytes
-        self._used = 0
+        self._step = 0
+        self._expected = 0
         self._free_from = 0
+
+    def expect(self, sizes: Iterable[int]) -> None:
+        """Say what is going to be asked for from now on, in bytes: it decides the size of segments, never whether there is room."""
+        align = self.memory.alignment
+        self._expected = sum(-(-nbytes // align) * align for nbytes in sizes)
+        self._step = self.memory.segment_nbytes(self._expected)
 
     def __enter__(self) -> SegmentWriter:
         return self
@@ -55,13 +57,10 @@ class SegmentWriter:
         align = self.memory.alignment
         offset = -(-self._free_from // align) * align
         if not self.segments or offset + nbytes > self.segments[-1].nbytes:
-            # What is left of the estimate, and an eighth for padding and what the estimate did not know: one segment more than
-            # needed costs every client a mapping, bytes that nobody touches cost nothing.
-            left = max(self._expected - self._used, 0)
-            self.segments.append(self.memory.allocate(max(nbytes, min(self._step, left + left // 8 + _SPARE_NBYTES))))
+            self.segments.append(self.memory.allocate(max(nbytes, min(self._step, self._expected))))
             offset = 0
         self._free_from = offset + nbytes
-        self._used += -(-nbytes // align) * align
+        self._expected -= -(-nbytes // align) * align
         return len(self.segments) - 1, offset
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -95,9 +94,10 @@ def pack(captured: Captured, writer: SegmentWriter) -> list[Placement]:
         SegmentMemoryError: Memory ran out. The module still works.
     """
     placements: list[Placement] = []
-    for group, shared in zip(captured.storages, captured.shared, strict=True):
+    there = [writer.locate(group) for group in captured.storages]
+    writer.expect(group.nbytes for group, placed in zip(captured.storages, there, strict=True) if placed is None)
+    for group, shared, placed in zip(captured.storages, captured.shared, there, strict=True):
         members = [captured.tensors[i] for i in group.members]
-        placed = writer.locate(group)
         if placed is not None:
             if not shared:  # the segment is about to become read-only, and this module may write here
                 _move(members, group, byte_view_of(members, group).clone())
