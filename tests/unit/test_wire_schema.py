@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import socket
 import typing
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from torchwcache.wire import framing, messages
+from torchwcache.wire import failures, framing, messages
 
 REQUESTS = {
     "attach": {
@@ -127,3 +130,49 @@ def test_the_freeze_can_fail():
 
     assert schema_of(typing.Union[Changed, messages.Stop]) == {"status": {"added": "int = 0"}, "stop": {}}
     assert schema_of(typing.Union[Changed, messages.Stop]) != {tag: REQUESTS[tag] for tag in ("status", "stop")}
+
+
+# ---- docs/protocol.md --------------------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/protocol.md").read_text()
+
+
+def rows(heading: str) -> dict[str, str]:
+    """The table under a heading: first cell to the rest of the line."""
+    section = re.split(rf"^#+ {heading}$", PAGE, flags=re.MULTILINE)[1].split("\n#")[0]
+    return dict(re.findall(r"^\| `(\w+)`[ †]* \|(.*)\|$", section, re.MULTILINE))
+
+
+@pytest.mark.parametrize(("heading", "schema"), [("Requests", REQUESTS), ("Replies", REPLIES)])
+def test_the_page_has_every_message_and_every_field(heading, schema):
+    table = rows(heading)
+    assert set(table) == set(schema)
+    for tag, fields in schema.items():
+        for name, text in fields.items():
+            optional = r"\?" if " = " in text else ""
+            assert re.search(rf"`{name}`{optional} |`{name}`.* as above", table[tag]), (tag, name)
+
+
+def test_the_page_has_every_failure_code():
+    code = "".join(path.read_text() for path in (Path(messages.__file__).parents[1] / "daemon").glob("*.py"))
+    code += Path(framing.__file__).read_text()
+    used = set(re.findall(r'code="(\w+)"', code)) | set(re.findall(r'_fail\(\s*[\w.]+,\s*"(\w+)"', code))
+    used |= set(re.findall(r'self\._dismiss, "(\w+)"', code))
+    assert set(rows("Failures")) == used
+    assert used == set(re.findall(r"``(\w+)``", messages.Failure.__doc__.split("Codes:")[1]))
+
+
+def test_the_page_has_the_exception_of_every_code():
+    for code, rest in rows("Failures").items():
+        error = failures.from_failure("/s", messages.Failure(code=code, message="m"), "status")
+        assert rest.strip().endswith(f"`{type(error).__name__}`"), code
+
+
+def test_the_page_shows_a_real_frame():
+    block = re.search(r"```text\n(54 57.*?)```", PAGE, re.DOTALL).group(1)
+    shown = bytes.fromhex("".join(re.match(r"[0-9a-f ]+?(?=   |$)", line).group() for line in block.splitlines()))
+    writer, (ours, theirs) = framing.FrameWriter(), socket.socketpair()
+    with ours, theirs:
+        writer.push(framing.encode(messages.Status()))
+        writer.flush(ours)
+        assert theirs.recv(100) == shown
