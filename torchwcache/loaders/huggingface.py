@@ -69,6 +69,7 @@ class HuggingFaceLoader:
         Raises:
             CheckpointError: A file is missing, the weights are not safetensors, or the index is malformed.
         """
+        self._kwargs(cfg)  # refused before anything is read
         folder = self.folder(cfg)
         config = self._raw_config(folder)
         names = ["config.json", *self._weights(folder, config)]
@@ -161,7 +162,7 @@ class HuggingFaceLoader:
         if references and cfg.trust_remote_code:
             return self._remote_class(cfg, str(references[0]))
         found = getattr(transformers, name, None)
-        if isinstance(found, type) and hasattr(found, "from_pretrained"):
+        if isinstance(found, type) and hasattr(found, "_from_config"):
             return found
         advice = "pass trust_remote_code=True to run the checkpoint's own code" if references else "pass build="
         raise BuildError(f"{cfg.checkpoint}: unknown architecture {name!r}: Transformers {_version()} has no such model; {advice}")
@@ -209,8 +210,8 @@ class HuggingFaceLoader:
 
         from torchwcache.loaders.safetensors_file import SafetensorsCheckpoint
 
-        files = self.files(cfg)
-        with SafetensorsCheckpoint(files) as checkpoint:  # headers and index, with errors that name the file
+        kwargs = self._kwargs(cfg)
+        with SafetensorsCheckpoint(self.files(cfg)) as checkpoint:  # headers and index, with errors that name the file
             total = sum(checkpoint.info(name).nbytes for name in checkpoint.names())
         config = self.config(cfg)
         cls = self.model_class(cfg, config)
@@ -227,7 +228,7 @@ class HuggingFaceLoader:
                 use_safetensors=True,
                 local_files_only=True,
                 **({} if cfg.device == "cpu" else {"device_map": {"": cfg.device}}),
-                **self._kwargs(cfg),
+                **kwargs,
             )
         except SafetensorError as error:
             raise CorruptCheckpointError(f"{folder}: is truncated or corrupt: {error}", path=str(folder)) from error
