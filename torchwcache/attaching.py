@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from torchwcache.adapter import Adapter, Description, LoadContext, LoadResult
+from torchwcache.adapter import Adapter, Description
 from torchwcache.adapters import adapter_for
 from torchwcache.attachment import Attachment, AttachReport
 from torchwcache.config import Access, ModelConfig, Policies, Policy
 from torchwcache.daemon.supervisor import connect_or_start
 from torchwcache.errors import (
-    ConfigError,
     DaemonError,
     EncodingError,
     ManifestError,
@@ -31,36 +29,22 @@ from torchwcache.identity.fingerprint import Fingerprint, diff, fingerprint_of, 
 from torchwcache.manifest import Manifest, decode_manifest, validate
 from torchwcache.memory.base import MappedSegment, Memory
 from torchwcache.memory.select import memory_for
-from torchwcache.module.classes import ClassSnapshot
-from torchwcache.module.pack import SegmentWriter
 from torchwcache.module.rebind import rebind
-from torchwcache.production import (
-    REFUSALS,
-    Heartbeat,
-    capture_module,
-    check_publishable,
-    load_unpublished,
-    make_room,
-    publish_module,
-    refusal_kind,
-)
+from torchwcache.producing import Production
+from torchwcache.production import UNUSABLE, attach_from_disk, make_room, needed_nbytes
 from torchwcache.quantization.registry import check_config
 from torchwcache.wire.messages import Attach, Hit, Miss, OtherEntry, Produce, Refused, Waiting
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from torchwcache.cache import DaemonCache
-    from torchwcache.module.parity import ParityReport
     from torchwcache.wire.client import DaemonConnection
 
-__all__ = ["AttachOptions", "attach_from_disk", "attach_through_daemon", "publish_by_hand", "verify_against_disk"]
+__all__ = ["AttachOptions", "Attaching", "attach_through_daemon"]
 
 logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 10.0
-_UNUSABLE = (DaemonError, SegmentError)
-"""What makes the cache, as opposed to the model, unusable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,37 +60,12 @@ class AttachOptions:
     variant: str | None = None
 
 
-def attach_from_disk(cfg: ModelConfig, report: AttachReport, *, requires_grad: bool) -> Attachment:
-    """Load into ordinary memory: mode ``off``, and every fallback."""
-    adapter = adapter_for(cfg)
-    with report.phase("load"):
-        result = load_unpublished(cfg, adapter, memory_for(cfg.device))
-    return _serve_unpublished(cfg, adapter, result, report, requires_grad)
-
-
-def _serve_unpublished(
-    cfg: ModelConfig, adapter: Adapter, result: LoadResult, report: AttachReport, requires_grad: bool
-) -> Attachment:
-    report.source = "disk"
-    report.warnings += tuple(result.notes)
-    _finish(cfg, adapter, result.module, requires_grad)
-    report.tensors = len(list(result.module.parameters())) + len(list(result.module.buffers()))
-    return Attachment(result.module, report)
-
-
-def _finish(cfg: ModelConfig, adapter: Adapter, module: nn.Module, requires_grad: bool) -> None:
-    adapter.prepare(cfg, module)
-    if not requires_grad:
-        for parameter in module.parameters():
-            parameter.requires_grad_(False)
-
-
 def attach_through_daemon(cfg: ModelConfig, options: AttachOptions) -> Attachment:
     """The whole of ``WeightCache.attach`` in the modes ``client`` and ``daemon``."""
-    return _Attaching(cfg, options).run()
+    return Attaching(cfg, options).run()
 
 
-class _Attaching:
+class Attaching:
     """The state of one attach."""
 
     def __init__(self, cfg: ModelConfig, options: AttachOptions) -> None:
@@ -159,6 +118,7 @@ class _Attaching:
     # ---- the flow ------------------------------------------------------------------------------------------------------------
 
     def run(self) -> Attachment:
+        """Do it all."""
         try:
             self.describe()
         except UnsupportedQuantizationError as error:
@@ -171,6 +131,7 @@ class _Attaching:
                 raise
 
     def through_daemon(self) -> Attachment:
+        """Ask the daemon until the answer settles what to do."""
         with self.report.phase("fingerprint"):
             # A variant is never produced here, so there is no production to agree on under a provisional key.
             provisional_key = self.identity.provisional() if self.options.variant is None else None
@@ -181,7 +142,7 @@ class _Attaching:
             provisional = content.kind == "stat"
             try:
                 reply, fds = self.ask(fingerprint, provisional)
-            except _UNUSABLE as error:
+            except UNUSABLE as error:
                 return self.unavailable(error)
             match reply:
                 case Hit():
@@ -201,6 +162,7 @@ class _Attaching:
                     return self.produce(reply, fingerprint, provisional)
 
     def ask(self, fingerprint: Fingerprint, provisional: bool) -> tuple[Hit | Produce | Miss | Refused, list[int]]:
+        """Connect if need be, and ask for the entry: one round trip, and the wait for another producer."""
         with self.report.phase("connect"):
             if self.connection is None or self.connection.is_closed:
                 self.connection = connect_or_start(self.options.socket, start=self.options.start, timeout_s=_CONNECT_TIMEOUT_S)
@@ -228,6 +190,7 @@ class _Attaching:
     # ---- hit -----------------------------------------------------------------------------------------------------------------
 
     def hit(self, reply: Hit, fds: list[int], provisional: bool) -> Attachment:
+        """Map the entry and rebind the module that was built here."""
         self.report.fingerprint = reply.key
         self.report.source = "waited" if reply.waited else "cache"
         try:
@@ -274,6 +237,7 @@ class _Attaching:
     # ---- miss ----------------------------------------------------------------------------------------------------------------
 
     def miss(self, reply: Miss) -> Attachment:
+        """A variant that nobody published: nothing else may be served in its name."""
         variant = self.options.variant
         self.note_others(self.fingerprint(self.identity.compute()), reply.others)
         raise MismatchError(
@@ -294,6 +258,7 @@ class _Attaching:
             self.report.differences = min(candidates, key=len)
 
     def produce(self, reply: Produce, fingerprint: Fingerprint, provisional: bool) -> Attachment:
+        """This process is the producer; first the mismatch policy, then room in memory."""
         if reply.others:
             self.note_others(fingerprint, reply.others)
             text = "; ".join(str(difference) for difference in self.report.differences)
@@ -306,36 +271,41 @@ class _Attaching:
             self.warn(f"the cached entry of {self.slot} differs: {text}; loading from disk")
         assert self.connection is not None
         try:
-            make_room(self.connection, self.memory, _needed_nbytes(self.identity.nbytes))
-        except _UNUSABLE as error:
+            make_room(self.connection, self.memory, needed_nbytes(self.identity.nbytes))
+        except UNUSABLE as error:
             self.abort(reply.ticket, f"no memory: {error}")
             return self.unavailable(error)
-        production = _Production(self, reply.ticket, fingerprint, provisional)
+        production = Production(self, reply.ticket, fingerprint, provisional)
         return production.run()
 
     # ---- what is not served from the cache -----------------------------------------------------------------------------------
 
     def warn(self, text: str) -> None:
+        """Say it in the log and in the report."""
         logger.warning("%s", text)
         self.report.warnings += (text,)
 
     def from_disk(self, why: str) -> Attachment:
+        """Start as if there were no cache, and say why."""
         self.warn(f"{why}; loading from disk without the cache")
         self.close_connection()
         self.report.mapped_nbytes = self.report.copied_nbytes = 0
         return attach_from_disk(self.cfg, self.report, requires_grad=self.options.requires_grad)
 
     def unavailable(self, error: WeightCacheError) -> Attachment:
+        """The cache cannot be used; a variant exists nowhere else."""
         if self.policies.on_unavailable is Policy.ERROR or self.options.variant is not None:
             raise error
         return self.from_disk(f"{type(error).__name__}: {error}")
 
     def refused(self, error: WeightCacheError) -> Attachment:
+        """The model cannot be cached."""
         if self.policies.on_refused is Policy.ERROR:
             raise error
         return self.from_disk(f"{type(error).__name__}: {error}")
 
     def remembered_refusal(self, reply: Refused) -> Attachment:
+        """Another process found out that the model cannot be cached."""
         return self.refused(
             RefusedError(
                 f"a process that loaded this model before found that it cannot be cached ({reply.kind}): {reply.reason}\n"
@@ -354,165 +324,6 @@ class _Attaching:
                 logger.debug("abort was not delivered: %s", error)
 
     def close_connection(self) -> None:
+        """End the lease, or the request."""
         if self.connection is not None:
             self.connection.close()
-
-
-def _needed_nbytes(checkpoint_nbytes: int) -> int:
-    """Weights, and one segment beside them."""
-    return checkpoint_nbytes + checkpoint_nbytes // 16
-
-
-class _Production:
-    """This process is the producer: load, publish, serve from what was published."""
-
-    def __init__(self, attaching: _Attaching, ticket: int, fingerprint: Fingerprint, provisional: bool) -> None:
-        self.attaching = attaching
-        self.ticket, self.fingerprint, self.provisional = ticket, fingerprint, provisional
-        self.cfg, self.adapter, self.memory = attaching.cfg, attaching.adapter, attaching.memory
-        self.report, self.identity = attaching.report, attaching.identity
-        assert attaching.connection is not None
-        self.connection = attaching.connection
-
-    def run(self) -> Attachment:
-        if self.provisional:
-            self.identity.start_background()
-        classes = ClassSnapshot(self.attaching.built)
-        with SegmentWriter(self.memory) as writer, Heartbeat(self.connection, self.ticket) as heartbeat:
-            try:
-                result = self.load(writer, heartbeat)
-                self.identity.check_unchanged()
-            except BaseException as error:
-                self.attaching.abort(self.ticket, f"the load failed: {type(error).__name__}: {error}"[:4000])
-                raise
-            try:
-                return self.publish(result, writer, heartbeat, classes)
-            except REFUSALS as error:
-                return self.refuse(error, result)
-            except _UNUSABLE as error:
-                self.attaching.abort(self.ticket, f"{type(error).__name__}: {error}"[:4000])
-                return self.give_up(error, result)
-            except BaseException as error:
-                self.attaching.abort(self.ticket, f"{type(error).__name__}: {error}"[:4000])
-                raise
-
-    def load(self, writer: SegmentWriter, heartbeat: Heartbeat) -> LoadResult:
-        context = LoadContext(
-            allocate=writer.allocate, expect=writer.expect, read_file=self.memory.read_file, progress=heartbeat.update
-        )
-        with self.report.phase("load"):
-            result = self.adapter.load(self.cfg, context)
-        self.report.warnings += tuple(result.notes)
-        return result
-
-    def publish(self, result: LoadResult, writer: SegmentWriter, heartbeat: Heartbeat, classes: ClassSnapshot) -> Attachment:
-        attaching, module = self.attaching, result.module
-        if self.provisional:
-            with self.report.phase("fingerprint"):
-                self.fingerprint = attaching.fingerprint(self.identity.finish())
-                self.report.fingerprint = self.fingerprint.hex
-        check_publishable(self.cfg, result, attaching.method)
-        heartbeat.phase("capture")
-        with self.report.phase("capture"):
-            captured = capture_module(self.cfg, self.adapter, module, attaching.built, attaching.construction, self.memory, classes)
-        heartbeat.phase("publish")
-        published = publish_module(
-            captured,
-            writer,
-            self.connection,
-            self.fingerprint,
-            ticket=self.ticket,
-            slot=attaching.slot,
-            description=attaching.description,
-            report=self.report,
-            before_commit=self.identity.check_unchanged,
-        )
-        if published.hit is not None:
-            return attaching.hit(published.hit, list(published.fds), provisional=False)
-        self.report.source = "disk"
-        _finish(self.cfg, self.adapter, module, attaching.options.requires_grad)
-        logger.info("published %s: %s", attaching.description.label, self.report)
-        return Attachment(module, self.report, connection=self.connection, manifest=published.manifest, segments=published.segments)
-
-    def refuse(self, error: WeightCacheError, result: LoadResult) -> Attachment:
-        """This model cannot be cached: tell everybody who waits, once, and remember it."""
-        if not self.connection.is_closed:
-            try:
-                self.connection.refuse(self.ticket, key=self.fingerprint.hex, kind=refusal_kind(error), reason=str(error)[:60000])
-            except DaemonError as failure:
-                logger.debug("the refusal was not delivered: %s", failure)
-        if self.attaching.policies.on_refused is Policy.ERROR:
-            raise error
-        return self.serve(f"{type(error).__name__}: {error}", result)
-
-    def give_up(self, error: WeightCacheError, result: LoadResult) -> Attachment:
-        if self.attaching.policies.on_unavailable is Policy.ERROR:
-            raise error
-        return self.serve(f"{type(error).__name__}: {error}", result)
-
-    def serve(self, why: str, result: LoadResult) -> Attachment:
-        """The module is loaded and works; only nobody else gets it."""
-        self.attaching.warn(f"{why}; serving it unpublished")
-        self.attaching.close_connection()
-        return _serve_unpublished(
-            self.cfg, self.adapter, LoadResult(module=result.module), self.report, self.attaching.options.requires_grad
-        )
-
-
-def publish_by_hand(cfg: ModelConfig, model: nn.Module, options: AttachOptions) -> Attachment:
-    """``WeightCache.publish``: a model that the caller made, under a variant of its own."""
-    attaching = _Attaching(cfg, options)
-    attaching.describe()
-    report = attaching.report
-    with attaching.identity:
-        with report.phase("fingerprint"):
-            fingerprint = attaching.fingerprint(attaching.identity.remembered() or attaching.identity.compute())
-            report.fingerprint = fingerprint.hex
-        try:
-            reply, fds = attaching.ask(fingerprint, provisional=False)
-            if isinstance(reply, Hit):
-                _raise_taken(options.variant, fds)
-            check_publishable(cfg, LoadResult(module=model), attaching.method)
-            with report.phase("capture"):
-                captured = capture_module(
-                    cfg, attaching.adapter, model, attaching.built, attaching.construction, attaching.memory, None
-                )
-            assert attaching.connection is not None
-            make_room(attaching.connection, attaching.memory, _needed_nbytes(captured.nbytes))
-            with SegmentWriter(attaching.memory) as writer:
-                published = publish_module(
-                    captured,
-                    writer,
-                    attaching.connection,
-                    fingerprint,
-                    ticket=0,
-                    slot=attaching.slot,
-                    description=attaching.description,
-                    report=report,
-                )
-            if published.hit is not None:
-                _raise_taken(options.variant, published.fds)
-        except BaseException:
-            attaching.close_connection()
-            raise
-    return Attachment(model, report, connection=attaching.connection, manifest=published.manifest, segments=published.segments)
-
-
-def _raise_taken(variant: str | None, fds: Sequence[int]) -> NoReturn:
-    for fd in fds:
-        os.close(fd)
-    raise ConfigError(
-        f"variant {variant!r} of this model is published already, perhaps with other weights; evict it first, or choose another "
-        "name"
-    )
-
-
-def verify_against_disk(cfg: ModelConfig, cache: DaemonCache) -> ParityReport:
-    """Attach, load afresh, compare."""
-    from torchwcache.module.parity import compare_modules
-
-    adapter = adapter_for(cfg)
-    with cache.attach(cfg) as attached:
-        fresh = load_unpublished(cfg, adapter, memory_for(cfg.device)).module
-        adapter.prepare(cfg, fresh)
-        return compare_modules(fresh, attached, rules=adapter.rules(cfg, fresh))

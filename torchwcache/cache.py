@@ -122,7 +122,7 @@ class DiskCache(WeightCache):
         **_policies: object,
     ) -> Attachment:
         """Load from disk."""
-        from torchwcache.attaching import attach_from_disk
+        from torchwcache.production import attach_from_disk
 
         if variant is not None:
             raise ConfigError(f"variant={variant!r} names something that was published, and mode is off")
@@ -207,7 +207,8 @@ class DaemonCache(WeightCache):
             CaptureError: The model holds what cannot be carried.
             UnsupportedQuantizationError: The model's tensors are not on the allow-list.
         """
-        from torchwcache.attaching import AttachOptions, publish_by_hand
+        from torchwcache.attaching import AttachOptions
+        from torchwcache.by_hand import publish_by_hand
 
         if not variant:
             raise ConfigError("publish needs a variant: a name that attach must repeat")
@@ -240,7 +241,7 @@ class DaemonCache(WeightCache):
         Raises:
             ConfigError: A ``variant`` was given: what was published by hand has no disk to be compared with.
         """
-        from torchwcache.attaching import verify_against_disk
+        from torchwcache.by_hand import verify_against_disk
 
         if variant is not None:
             raise ConfigError("a variant was published by hand: there is nothing on disk to compare it with")

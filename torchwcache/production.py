@@ -11,18 +11,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchwcache.adapter import Adapter, CaptureRules, Description, LoadContext, LoadResult
-from torchwcache.attachment import AttachReport
+from torchwcache.adapters import adapter_for
+from torchwcache.attachment import Attachment, AttachReport
 from torchwcache.config import ModelConfig
 from torchwcache.errors import (
     CaptureError,
     DaemonError,
     NotAFunctionOfCheckpointError,
+    SegmentError,
     SegmentMemoryError,
     UnsupportedQuantizationError,
 )
 from torchwcache.identity.fingerprint import Fingerprint
 from torchwcache.manifest import Manifest, encode_manifest
 from torchwcache.memory.base import MappedSegment, Memory
+from torchwcache.memory.select import memory_for
 from torchwcache.module.capture import Captured, capture
 from torchwcache.module.classes import ClassSnapshot
 from torchwcache.module.pack import SegmentWriter, pack
@@ -34,12 +37,30 @@ if TYPE_CHECKING:
 
     from torchwcache.wire.client import DaemonConnection
 
-__all__ = ["REFUSALS", "Heartbeat", "Published", "load_unpublished", "make_room", "publish_module", "refusal_kind"]
+__all__ = [
+    "REFUSALS",
+    "UNUSABLE",
+    "Heartbeat",
+    "Published",
+    "attach_from_disk",
+    "capture_module",
+    "check_publishable",
+    "finish",
+    "load_unpublished",
+    "make_room",
+    "needed_nbytes",
+    "publish_module",
+    "refusal_kind",
+    "serve_unpublished",
+]
 
 logger = logging.getLogger(__name__)
 
 REFUSALS = (UnsupportedQuantizationError, CaptureError, NotAFunctionOfCheckpointError)
 """What makes a model impossible to cache, as opposed to impossible to load."""
+
+UNUSABLE = (DaemonError, SegmentError)
+"""What makes the cache, as opposed to the model, unusable."""
 
 _HEARTBEAT_S = 5.0
 
@@ -60,6 +81,33 @@ def load_unpublished(cfg: ModelConfig, adapter: Adapter, memory: Memory) -> Load
         allocate=allocate, expect=lambda sizes: None, read_file=memory.read_file, progress=lambda done, total: None
     )
     return adapter.load(cfg, context)
+
+
+def attach_from_disk(cfg: ModelConfig, report: AttachReport, *, requires_grad: bool) -> Attachment:
+    """Load into ordinary memory: mode ``off``, and every fallback."""
+    adapter = adapter_for(cfg)
+    with report.phase("load"):
+        result = load_unpublished(cfg, adapter, memory_for(cfg.device))
+    return serve_unpublished(cfg, adapter, result, report, requires_grad)
+
+
+def serve_unpublished(
+    cfg: ModelConfig, adapter: Adapter, result: LoadResult, report: AttachReport, requires_grad: bool
+) -> Attachment:
+    """Hand out a module that nobody else gets."""
+    report.source = "disk"
+    report.warnings += tuple(result.notes)
+    finish(cfg, adapter, result.module, requires_grad)
+    report.tensors = len(list(result.module.parameters())) + len(list(result.module.buffers()))
+    return Attachment(result.module, report)
+
+
+def finish(cfg: ModelConfig, adapter: Adapter, module: nn.Module, requires_grad: bool) -> None:
+    """What is done to every module before it is handed out, wherever it came from."""
+    adapter.prepare(cfg, module)
+    if not requires_grad:
+        for parameter in module.parameters():
+            parameter.requires_grad_(False)
 
 
 class Heartbeat:
@@ -121,6 +169,11 @@ def make_room(connection: DaemonConnection, memory: Memory, nbytes: int) -> None
             nbytes=nbytes,
             available=available,
         )
+
+
+def needed_nbytes(checkpoint_nbytes: int) -> int:
+    """Weights, and one segment beside them."""
+    return checkpoint_nbytes + checkpoint_nbytes // 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,92 @@
+"""The pieces of the public interface that a caller drives by hand: publish a model, verify an entry."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from torchwcache.adapter import LoadResult
+from torchwcache.adapters import adapter_for
+from torchwcache.attaching import Attaching, AttachOptions
+from torchwcache.attachment import Attachment
+from torchwcache.config import ModelConfig
+from torchwcache.errors import ConfigError
+from torchwcache.memory.select import memory_for
+from torchwcache.module.pack import SegmentWriter
+from torchwcache.production import (
+    capture_module,
+    check_publishable,
+    load_unpublished,
+    make_room,
+    needed_nbytes,
+    publish_module,
+)
+from torchwcache.wire.messages import Hit
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from torchwcache.cache import DaemonCache
+    from torchwcache.module.parity import ParityReport
+
+__all__ = ["publish_by_hand", "verify_against_disk"]
+
+
+def publish_by_hand(cfg: ModelConfig, model: nn.Module, options: AttachOptions) -> Attachment:
+    """``WeightCache.publish``: a model that the caller made, under a variant of its own."""
+    attaching = Attaching(cfg, options)
+    attaching.describe()
+    report = attaching.report
+    with attaching.identity:
+        with report.phase("fingerprint"):
+            fingerprint = attaching.fingerprint(attaching.identity.remembered() or attaching.identity.compute())
+            report.fingerprint = fingerprint.hex
+        try:
+            reply, fds = attaching.ask(fingerprint, provisional=False)
+            if isinstance(reply, Hit):
+                _raise_taken(options.variant, fds)
+            check_publishable(cfg, LoadResult(module=model), attaching.method)
+            with report.phase("capture"):
+                captured = capture_module(
+                    cfg, attaching.adapter, model, attaching.built, attaching.construction, attaching.memory, None
+                )
+            assert attaching.connection is not None
+            make_room(attaching.connection, attaching.memory, needed_nbytes(captured.nbytes))
+            with SegmentWriter(attaching.memory) as writer:
+                published = publish_module(
+                    captured,
+                    writer,
+                    attaching.connection,
+                    fingerprint,
+                    ticket=0,
+                    slot=attaching.slot,
+                    description=attaching.description,
+                    report=report,
+                )
+            if published.hit is not None:
+                _raise_taken(options.variant, published.fds)
+        except BaseException:
+            attaching.close_connection()
+            raise
+    return Attachment(model, report, connection=attaching.connection, manifest=published.manifest, segments=published.segments)
+
+
+def _raise_taken(variant: str | None, fds: Sequence[int]) -> NoReturn:
+    for fd in fds:
+        os.close(fd)
+    raise ConfigError(
+        f"variant {variant!r} of this model is published already, perhaps with other weights; evict it first, or choose another "
+        "name"
+    )
+
+
+def verify_against_disk(cfg: ModelConfig, cache: DaemonCache) -> ParityReport:
+    """Attach, load afresh, compare."""
+    from torchwcache.module.parity import compare_modules
+
+    adapter = adapter_for(cfg)
+    with cache.attach(cfg) as attached:
+        fresh = load_unpublished(cfg, adapter, memory_for(cfg.device)).module
+        adapter.prepare(cfg, fresh)
+        return compare_modules(fresh, attached, rules=adapter.rules(cfg, fresh))
