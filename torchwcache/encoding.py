@@ -391,16 +391,19 @@ def from_bytes(data: bytes | memoryview) -> Value:
 def _sorted_maps(value: Value) -> Value:
     if isinstance(value, (VDict, VOrderedDict)):
         pairs = [(_sorted_maps(k), _sorted_maps(v)) for k, v in value.items]
-        return type(value)(tuple(sorted(pairs, key=_encoder.encode)))
+        # Two OrderedDicts filled in another order are not equal in Python either: nn.Sequential builds by that order.
+        return VDict(tuple(sorted(pairs, key=_encoder.encode))) if isinstance(value, VDict) else VOrderedDict(tuple(pairs))
     if isinstance(value, (VList, VTuple)):
         return type(value)(tuple(_sorted_maps(item) for item in value.items))
     if isinstance(value, VDeque):
         return VDeque(tuple(_sorted_maps(item) for item in value.items), value.maxlen)
+    if isinstance(value, VSlice):
+        return VSlice(_sorted_maps(value.start), _sorted_maps(value.stop), _sorted_maps(value.step))
     return value
 
 
 def canonical_bytes(value: Value) -> bytes:
-    """Bytes for hashing: like :func:`to_bytes`, but independent of the order in which dicts were filled."""
+    """Bytes for hashing: like :func:`to_bytes`, but independent of the order in which dicts (not OrderedDicts) were filled."""
     return _encoder.encode(_sorted_maps(value))
 
 

@@ -79,6 +79,12 @@ def test_the_order_in_which_a_dict_was_filled_does_not_count(value: dict[str, An
     assert canonical_bytes(encode({"outer": dict(items)})) == canonical_bytes(encode({"outer": value}))
 
 
+def test_the_order_of_an_ordered_dict_counts() -> None:
+    one, two = OrderedDict([("a", 1), ("b", 2)]), OrderedDict([("b", 2), ("a", 1)])
+    assert canonical_bytes(encode(one)) != canonical_bytes(encode(two))
+    assert canonical_bytes(encode(slice({"a": 1, "b": 2}))) == canonical_bytes(encode(slice({"b": 2, "a": 1})))
+
+
 @given(st.sets(HASHABLE, max_size=6), st.randoms())
 def test_nor_does_the_order_of_a_set(value: set[Any], random: Any) -> None:
     items = list(value)
