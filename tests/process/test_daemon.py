@@ -280,6 +280,30 @@ def test_a_daemon_whose_socket_was_removed_listens_again(daemon, wait_until):
     wait_until(back, what="the daemon listens again")
 
 
+def test_a_daemon_whose_place_was_taken_goes_with_its_last_client(daemon, daemon_class):
+    client = daemon.connect()
+    client.status()
+    daemon.process.send_signal(signal.SIGSTOP)
+    for suffix in ("", ".lock"):
+        os.unlink(daemon.socket + suffix)
+    second = daemon_class(daemon.socket)
+    try:
+        second.wait_ready()
+        daemon.process.send_signal(signal.SIGCONT)
+        deadline = time.monotonic() + TIMEOUT_S
+        while "another daemon has taken this place" not in daemon.log:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert client.status().pid == daemon.pid
+        client.close()
+        assert daemon.process.wait(TIMEOUT_S) == 0
+        with second.connect() as connection:
+            assert connection.status().pid == second.pid
+    finally:
+        client.close()
+        second.end()
+
+
 def test_idle_timeout(start):
     daemon = start(
         lambda path: [sys.executable, "-m", "torchwcache.daemon", "--socket", path, "--foreground", "--idle-timeout", "0.5"]

@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 
+import psutil
 import pytest
 from wire_helpers import (
     HEADER,
@@ -155,6 +156,20 @@ def test_a_client_that_does_not_read_blocks_nobody_and_is_dropped(start, make_me
         while other.status().leases > 1:
             assert time.monotonic() < deadline
             time.sleep(0.02)
+
+
+def test_a_client_that_asks_and_does_not_read_fills_its_own_socket_only(start):
+    daemon = limited_daemon(start, write_s=1.0)
+    with raw(daemon) as greedy, daemon.connect() as other:
+        other.status()
+        greedy.settimeout(0.3)
+        sent = 0
+        with contextlib.suppress(TimeoutError, BrokenPipeError, ConnectionResetError):
+            while sent < 100 * 2**20:
+                sent += greedy.send(framing_bytes(Status()) * 1000)
+        assert sent < 20 * 2**20
+        assert psutil.Process(daemon.pid).memory_info().rss <= 40 * 2**20
+        other.status()
 
 
 def test_silence_hands_a_production_on(start, make_memfd):

@@ -22,14 +22,12 @@ class ConnectionLimits:
         frame_s: Between the first and the last byte of a later request.
         write_s: Without taking any of a reply.
         idle_s: Between requests, for a connection without lease, production or wait.
-        pending_nbytes: Most bytes of replies that a client may leave unread before it is dropped.
     """
 
     first_request_s: float = 10.0
     frame_s: float = 30.0
     write_s: float = 30.0
     idle_s: float = 300.0
-    pending_nbytes: int = 2 * framing.MAX_PAYLOAD_NBYTES
 
 
 class Connection:
@@ -73,10 +71,7 @@ class Connection:
 
         Raises:
             ProtocolError: It is over a cap.
-            ConnectionAbortedError: The client does not read.
         """
-        if self._writer.pending_nbytes > self._limits.pending_nbytes:
-            raise ConnectionAbortedError(errno.ECONNABORTED, "the client does not read what it asked for")
         if not self.is_writing:
             self._wrote_s = now_s
         self._writer.push(framing.encode(reply), fds)

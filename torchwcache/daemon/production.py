@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from torchwcache.wire.messages import Attach
+from torchwcache.wire.messages import Attach, Waiting
 
 __all__ = ["Production", "ProductionTable", "Waiter"]
 
@@ -49,6 +49,11 @@ class Production:
     def device(self) -> str:
         """The device that the entry will live on."""
         return self.attach.device
+
+    def report(self, now_s: float) -> Waiting:
+        """What those who wait are told."""
+        elapsed_s = max(now_s - self.started_s, 0.0)
+        return Waiting(phase=self.phase, done=self.done, total=self.total, elapsed_s=elapsed_s)
 
     def suits(self, waiter: Waiter, key: str) -> bool:
         """Whether a waiter wanted the entry that this production turned out to be.

@@ -28,7 +28,7 @@ from torchwcache.errors import DaemonAlreadyRunningError, ProtocolError, Segment
 from torchwcache.memory.seals import check_sealed
 from torchwcache.wire import framing
 from torchwcache.wire.address import peer_credentials
-from torchwcache.wire.messages import PROTOCOL_VERSION, Commit, DaemonStatus, Failure, Reply
+from torchwcache.wire.messages import PROTOCOL_VERSION, Commit, DaemonStatus, Failure, Reply, Waiting
 
 __all__ = ["Server", "run"]
 
@@ -341,6 +341,7 @@ class Server:
             try:
                 _check_segments(request, frame.fds)
             except SegmentError as error:
+                frame.close()  # before the answer: who reads it may count on our having let go
                 self._reply(connection, Failure(code="bad_segments", message=str(error)), ())
                 return
         elif frame.fds:
@@ -357,10 +358,13 @@ class Server:
         if connection.doomed and (done or connection.congested):
             self._drop(connection, connection.doomed)
             return
-        # A doomed client's further bytes are not read, so they must not wake the loop either; nor must the room in the socket of a
-        # client that waits for descriptors.
-        read = 0 if connection.doomed else selectors.EVENT_READ
-        mask = read | (0 if done or connection.congested else selectors.EVENT_WRITE)
+        # While a reply is not out, no further request is read: a client that asks and does not read fills its own socket, not our
+        # memory. A doomed client's bytes must not wake the loop; nor must the room in the socket of one that waits for descriptors.
+        mask = 0
+        if done and not connection.doomed:
+            mask |= selectors.EVENT_READ
+        if not done and not connection.congested:
+            mask |= selectors.EVENT_WRITE
         if self._selector.get_key(connection.sock).events != mask:
             self._selector.modify(connection.sock, mask, connection)
 
@@ -383,7 +387,8 @@ class Server:
     def _carry_out(self, effect: Effect, now_s: float) -> None:
         match effect:
             case Send(client, reply, fds):
-                if connection := self._connections.get(client):
+                connection = self._connections.get(client)
+                if connection and not (isinstance(reply, Waiting) and connection.is_writing):  # news can wait for the next
                     self._guarded(connection, self._reply, reply, fds)
             case SendStatus(client):
                 if connection := self._connections.get(client):

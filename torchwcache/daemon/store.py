@@ -9,13 +9,13 @@ Who owns a token: those that come with an event belong to the store, which gives
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torchwcache.daemon.entries import Entry, EntryTable
 from torchwcache.daemon.events import CloseFds, Disconnected, Effect, Event, Exit, Received, Send, SendStatus, Shutdown, Tick
 from torchwcache.daemon.production import Production, ProductionTable, Waiter
+from torchwcache.daemon.refusals import Refusals
 from torchwcache.wire.messages import (
     WAITING_INTERVAL_S,
     Abort,
@@ -39,7 +39,6 @@ from torchwcache.wire.messages import (
     Status,
     Stop,
     Stopping,
-    Waiting,
 )
 
 __all__ = ["Counts", "Store", "StoreLimits"]
@@ -92,7 +91,7 @@ class Store:
         self._limits = limits or StoreLimits()
         self._entries = EntryTable()
         self._productions = ProductionTable()
-        self._refusals: OrderedDict[str, tuple[str, Refused]] = OrderedDict()
+        self._refusals = Refusals(self._limits.refusals)
         self._clients: dict[int, _Client] = {}
         self._last_ticket = 0
         self._stopped = False
@@ -230,9 +229,8 @@ class Store:
 
     def _place(self, client: int, attach: Attach, deadline_s: float, now_s: float, *, waited: bool) -> None:
         """Answer a client that has neither lease nor production, or let it wait."""
-        if refusal := self._refusals.get(attach.key):
-            self._refusals.move_to_end(attach.key)
-            self._send(client, refusal[1])
+        if refused := self._refusals.get(attach.key):
+            self._send(client, refused)
             return
         if entry := self._entries.get(attach.key, attach.device):
             self._hit(client, entry, now_s, waited=waited)
@@ -254,11 +252,11 @@ class Store:
         """A producer has hashed the checkpoint: its production, and all who wait for it, go on under the full key."""
         client, key = production.owner, attach.key
         entry = self._entries.get(key, attach.device)
-        refusal = self._refusals.get(key)
+        refused = self._refusals.get(key)
         running = self._productions.get(key, attach.device)
-        if refusal:
-            self._finish(production, key, lambda waiter: self._send(waiter, refusal[1]), now_s)
-            self._send(client, refusal[1])
+        if refused:
+            self._finish(production, key, lambda waiter: self._send(waiter, refused), now_s)
+            self._send(client, refused)
         elif entry:
             self._finish(production, key, lambda waiter: self._hit(waiter, entry, now_s, waited=True), now_s)
             self._hit(client, entry, now_s, waited=False)
@@ -325,7 +323,7 @@ class Store:
             return
         production.waiters[client] = waiter
         self._clients[client].waiting = production
-        self._send(client, _waiting(production, now_s))
+        self._send(client, production.report(now_s))
 
     def _leave(self, production: Production, waiter: Waiter) -> None:
         del production.waiters[waiter.client]
@@ -342,7 +340,7 @@ class Store:
     def _tell(self, production: Production, now_s: float) -> None:
         production.told_s = now_s
         for client in production.waiters:
-            self._send(client, _waiting(production, now_s))
+            self._send(client, production.report(now_s))
 
     def _overdue_at(self, production: Production) -> float:
         return min(production.heard_s + self._limits.silence_s, production.started_s + self._limits.production_s)
@@ -447,7 +445,7 @@ class Store:
         )
         freed = self._entries.add(entry)
         self._lease(client, entry, now_s)
-        self._refusals.pop(commit.key, None)  # somebody found a way after all
+        self._refusals.forget(lambda key, slot: key == commit.key)  # somebody found a way after all
         self._send(client, Committed(key=entry.key))
         self._close_entries(freed)
         return entry
@@ -467,11 +465,8 @@ class Store:
             self._fail(client, "bad_ticket", f"production {refuse.ticket} is not this connection's")
             return
         refused = Refused(kind=refuse.kind, reason=refuse.reason)
-        for key in (refuse.key, production.attach.key):
-            self._refusals[key] = (production.attach.slot, refused)
-            self._refusals.move_to_end(key)
-        while len(self._refusals) > self._limits.refusals:
-            self._refusals.popitem(last=False)
+        attach = production.attach
+        self._refusals.remember((refuse.key, attach.key), slot=attach.slot, refused=refused)
         self._send(client, Aborted())
         self._finish(production, refuse.key, lambda waiter: self._send(waiter, refused), now_s)
 
@@ -486,9 +481,7 @@ class Store:
         def chosen(key: str, slot: str) -> bool:
             return evict.everything or key == evict.key or slot == evict.slot
 
-        forgotten = [key for key, (slot, _) in self._refusals.items() if evict.refusals and chosen(key, slot)]
-        for key in forgotten:
-            del self._refusals[key]
+        forgotten = self._refusals.forget(chosen) if evict.refusals else 0
         entries = [entry for entry in self._entries if chosen(entry.key, entry.slot)]
         if not entries and not forgotten and not evict.everything:
             self._fail(client, "not_found", f"no entry {evict.key or evict.slot}: `torchwcache status` lists what is cached")
@@ -525,15 +518,6 @@ def _deadline(attach: Attach, now_s: float) -> float:
 def _continues(production: Production, attach: Attach) -> bool:
     before = production.attach
     return before.provisional and not attach.provisional and (before.device, before.family) == (attach.device, attach.family)
-
-
-def _waiting(production: Production, now_s: float) -> Waiting:
-    return Waiting(
-        phase=production.phase,
-        done=production.done,
-        total=production.total,
-        elapsed_s=max(now_s - production.started_s, 0.0),
-    )
 
 
 def _evicted(freed: Iterable[Entry], pending: Iterable[Entry]) -> Evicted:
