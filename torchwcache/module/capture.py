@@ -116,16 +116,19 @@ def capture(
     pairing = Pairing(module, built, TensorTable(device), rules)
     pairing.run()
     table = pairing.table
-    groups = group_storages([t if not t.is_meta else torch.empty(0) for t in table.tensors]) if not table.problems else []
     problems = [*pairing.problems, *table.problems]
+    groups: list[StorageGroup] = []
     shared: list[bool] = []
-    for group in groups:
-        is_shared, against = table.decide_sharing(group.members, rules.constants)
-        shared.append(is_shared)
-        problems += against
-    specs, misaligned = _tensor_specs(pairing, groups)
-    problems += misaligned
-    problems += find_addresses(groups, table, pairing.integers)
+    specs: tuple[TensorSpec, ...] = ()
+    if not table.problems:  # a tensor that cannot be carried may not even have a shape to look at
+        groups = group_storages(table.tensors)
+        for group in groups:
+            is_shared, against = table.decide_sharing(group.members, rules.constants)
+            shared.append(is_shared)
+            problems += against
+        specs, misaligned = _tensor_specs(pairing, groups)
+        problems += misaligned
+        problems += find_addresses(groups, table, pairing.integers)
     class_edits: list[ClassEdit] = []
     if classes is not None:
         class_edits, against = classes.changes()
@@ -168,9 +171,9 @@ def _tensor_specs(pairing: Pairing, groups: list[StorageGroup]) -> tuple[tuple[T
             offset = distance // tensor.element_size()
         attributes, inherited = pairing.tensor_attributes[index]
         flags: list[Literal["conj", "neg"]] = []
-        if not tensor.is_meta and tensor.is_conj():
+        if tensor.is_conj():
             flags.append("conj")
-        if not tensor.is_meta and tensor.is_neg():
+        if tensor.is_neg():
             flags.append("neg")
         specs.append(
             TensorSpec(
