@@ -489,7 +489,7 @@ def _same_atom(a: Any, b: Any) -> bool:
 def _has_state(obj: Any) -> bool:
     """Whether all that an object holds can be listed: attributes and slots, and no C base that keeps data to itself."""
     heap_type = 1 << 9
-    if not all(base.__flags__ & heap_type for base in type(obj).__mro__[:-1]):
+    if not all(base.__flags__ & heap_type or base is types.SimpleNamespace for base in type(obj).__mro__[:-1]):
         return False
     return hasattr(obj, "__dict__") or any("__slots__" in base.__dict__ for base in type(obj).__mro__)
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from torchwcache.adapter import CaptureRules
-from torchwcache.encoding import Value, VTensor, VWeakref
+from torchwcache.encoding import Value, VStr, VTensor, VWeakref, encode, to_bytes
+from torchwcache.errors import EncodingError
 from torchwcache.manifest import Edit
 from torchwcache.module.pairing import Pairing
 from torchwcache.module.replace import replace_tensors
@@ -82,6 +83,7 @@ def compare_modules(
     left, right = [mine[path] for path in common], [theirs[path] for path in common]
     for path, a, b in zip(common, left, right, strict=True):
         differences += _tensor_differences(path, a, b, requires_grad)
+        differences += _tensor_attribute_differences(path, a, b)
     differences += _partition_differences(common, [id(t) for t in left], [id(t) for t in right], "is the same tensor as")
     differences += _storage_differences(common, left, right)
     differences += _persistence_differences(expected, found)
@@ -91,18 +93,18 @@ def compare_modules(
 
 
 def _places(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Every place that holds a tensor; those of the tables first, under every path of a shared module."""
     found: dict[str, torch.Tensor] = {}
-
-    def note(tensor: torch.Tensor, path: str) -> None:
-        found[path] = tensor
-
-    replace_tensors(module, note)
-    # A shared module is walked once; its tensors are listed under every path.
-    for table in ("_parameters", "_buffers"):
-        for path, item in module.named_modules(remove_duplicate=False):
+    for path, item in module.named_modules(remove_duplicate=False):
+        for table in ("_parameters", "_buffers"):
             for name, tensor in getattr(item, table).items():
                 if tensor is not None:
                     found[f"{path}.{name}" if path else name] = tensor
+
+    def note(tensor: torch.Tensor, path: str) -> None:
+        found.setdefault(path, tensor)
+
+    replace_tensors(module, note)
     return found
 
 
@@ -126,6 +128,29 @@ def _tensor_differences(path: str, a: torch.Tensor, b: torch.Tensor, requires_gr
         x, y = _digest(a), _digest(b)
         if x != y:
             yield Difference(path, "values (xxh3-128)", x, y)
+
+
+def _tensor_attribute_differences(path: str, a: torch.Tensor, b: torch.Tensor) -> Iterable[Difference]:
+    mine, theirs = _plain_attributes(a), _plain_attributes(b)
+    for name in sorted(mine.keys() | theirs.keys()):
+        x, y = mine.get(name), theirs.get(name)
+        if x is None or y is None or to_bytes(x) != to_bytes(y):
+            yield Difference(f"{path}.{name}", "attribute of the tensor", repr(x), repr(y))
+
+
+def _plain_attributes(tensor: torch.Tensor) -> dict[str, Value]:
+    """What a tensor's ``__dict__`` holds, in tagged form; other tensors and opaque objects by their type (both are made anew)."""
+
+    def opaque(obj: object, path: str) -> Value | None:
+        return VStr(type(obj).__qualname__) if isinstance(obj, torch.Tensor) else None
+
+    found: dict[str, Value] = {}
+    for name, value in tensor.__dict__.items():
+        try:
+            found[name] = encode(value, path=name, hook=opaque)
+        except EncodingError:
+            found[name] = VStr(type(value).__qualname__)
+    return found
 
 
 def _digest(tensor: torch.Tensor) -> str:
