@@ -93,8 +93,7 @@ def limited_daemon(start, **limits):
     code = (
         "import sys, json\n"
         "from torchwcache.daemon import server\n"
-        "from torchwcache.daemon.connection import ConnectionLimits\n"
-        "from torchwcache.daemon.store import StoreLimits\n"
+        "from torchwcache.daemon.limits import ConnectionLimits, StoreLimits\n"
         "limits, store = json.loads(sys.argv[2]), json.loads(sys.argv[3])\n"
         "server.run(sys.argv[1], connection_limits=ConnectionLimits(**limits), store_limits=StoreLimits(**store))\n"
     )

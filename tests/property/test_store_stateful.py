@@ -11,7 +11,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from torchwcache.daemon.entries import EntryTable
 from torchwcache.daemon.events import CloseFds, Disconnected, Exit, Received, Send, SendStatus, Shutdown, Tick
-from torchwcache.daemon.store import Store, StoreLimits
+from torchwcache.daemon.limits import StoreLimits
+from torchwcache.daemon.store import Store
 from torchwcache.wire.messages import (
     Abort,
     Attach,
@@ -269,7 +270,7 @@ class _Asked:
         self.key = key
 
 
-StoreMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+StoreMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
 TestStore = StoreMachine.TestCase
 
 

@@ -5,7 +5,8 @@ import itertools
 import pytest
 
 from torchwcache.daemon.events import CloseFds, Disconnected, Exit, Received, Send, SendStatus, Shutdown, Tick
-from torchwcache.daemon.store import Counts, Store, StoreLimits
+from torchwcache.daemon.limits import StoreLimits
+from torchwcache.daemon.store import Counts, Store
 from torchwcache.wire.messages import (
     Abort,
     Aborted,
@@ -525,6 +526,16 @@ def test_a_producer_that_hashed_learns_of_the_refusal(d):
     d.attach("b", P1, provisional=True)
     assert d.attach("a", K1) == d.last("b") == Refused(kind="x", reason="y")
     assert d.store.counts().producing == 0
+
+
+def test_a_producer_that_hashed_and_does_not_want_to_load_hands_on(d):
+    d.attach("a", P1, provisional=True)
+    d.attach("b", P1, provisional=True)
+    assert d.attach("a", K1, produce=False) == Miss(others=())
+    assert isinstance(d.last("b"), Produce)
+    d.attach("c", P2, provisional=True)
+    assert d.attach("c", K2, produce=False) == Miss(others=())
+    assert d.store.counts().producing == 1
 
 
 def test_an_heir_who_hashes_goes_on_under_the_key_its_predecessor_found(d):

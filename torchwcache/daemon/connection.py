@@ -5,29 +5,12 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from torchwcache.daemon.limits import ConnectionLimits
 from torchwcache.wire import framing
 from torchwcache.wire.messages import Reply
 
-__all__ = ["Connection", "ConnectionLimits"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionLimits:
-    """How long a client may do nothing.
-
-    Attributes:
-        first_request_s: Between connecting and the end of the first request.
-        frame_s: Between the first and the last byte of a later request.
-        write_s: Without taking any of a reply.
-        idle_s: Between requests, for a connection without lease, production or wait.
-    """
-
-    first_request_s: float = 10.0
-    frame_s: float = 30.0
-    write_s: float = 30.0
-    idle_s: float = 300.0
+__all__ = ["Connection"]
 
 
 class Connection:

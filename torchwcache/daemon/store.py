@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torchwcache.daemon.entries import Entry, EntryTable
 from torchwcache.daemon.events import CloseFds, Disconnected, Effect, Event, Exit, Received, Send, SendStatus, Shutdown, Tick
+from torchwcache.daemon.limits import StoreLimits
 from torchwcache.daemon.production import Production, ProductionTable, Waiter
 from torchwcache.daemon.refusals import Refusals
 from torchwcache.wire.messages import (
@@ -41,22 +42,7 @@ from torchwcache.wire.messages import (
     Stopping,
 )
 
-__all__ = ["Counts", "Store", "StoreLimits"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreLimits:
-    """Bounds of the state machine.
-
-    Attributes:
-        silence_s: A producer that says nothing for this long is taken for dead as soon as somebody waits for it.
-        production_s: The same, however much it talks.
-        refusals: How many refused fingerprints are remembered.
-    """
-
-    silence_s: float = 60.0
-    production_s: float = 3600.0
-    refusals: int = 1024
+__all__ = ["Counts", "Store"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,13 +246,16 @@ class Store:
         elif entry:
             self._finish(production, key, lambda waiter: self._hit(waiter, entry, now_s, waited=True), now_s)
             self._hit(client, entry, now_s, waited=False)
-        elif running is None or running is production:
+        elif running not in (None, production):
+            self._merge(production, running, attach, now_s)
+        elif attach.produce:
             production.attach = attach
             production.heard_s = now_s
             self._productions.also(production, {key})
             self._produce(client, attach, production.ticket)
         else:
-            self._merge(production, running, attach, now_s)
+            self._hand_on(production, now_s, owner_gone=True)
+            self._miss(client, attach)
 
     def _merge(self, production: Production, running: Production, attach: Attach, now_s: float) -> None:
         """Somebody else is producing what this production turned out to be: everybody goes there."""
