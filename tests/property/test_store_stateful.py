@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from torchwcache.daemon.entries import EntryTable
 from torchwcache.daemon.events import CloseFds, Disconnected, Exit, Received, Send, SendStatus, Shutdown, Tick
@@ -94,6 +94,8 @@ class StoreMachine(RuleBasedStateMachine):
             self.leases[client] = next(fds for fds in self.offered if self.committing in fds)
         elif isinstance(reply, Produce):
             assert request.produce, "a client that cannot produce is told to"
+            others = {number: ticket for number, ticket in self.tickets.items() if number != client}
+            assert reply.ticket not in others.values(), "one ticket for two"
             self.tickets[client] = reply.ticket
         elif not isinstance(reply, Failure):
             assert not fds
@@ -319,22 +321,44 @@ class _KeepsEvicted(EntryTable):
         return super().release(entry, now_s)
 
 
-@pytest.mark.parametrize(
-    "broken", [FreesTooEarly, LeaksRejectedCommits, ForgetsWaiters, LetsAnybodyProduce, NeverTimesOut, HandsOutEvicted]
-)
-def test_the_machine_can_fail(broken):
-    class Machine(StoreMachine):
-        make_store = broken
+ONE = {"key": KEYS[0], "device": "cpu", "slot": "/one", "family": FAMILIES[0]}
+ASK = {**ONE, "produce": True, "wait_s": 3.0}
+PUBLISH = {**ONE, "number": 1, "by_hand": True}
 
-    few = settings(
-        max_examples=300,
-        stateful_step_count=30,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-        phases=[phase for phase in settings().phases if phase.name in ("generate",)],
-    )
+SCRIPTS = {
+    FreesTooEarly: [("commit", 1, PUBLISH), ("attach", 2, ASK), ("disconnect", 1, {})],
+    LeaksRejectedCommits: [("commit", 1, PUBLISH), ("commit", 2, PUBLISH)],
+    ForgetsWaiters: [("attach", 1, ASK), ("attach", 2, ASK), ("disconnect", 1, {})],
+    LetsAnybodyProduce: [("attach", 1, ASK), ("attach", 2, ASK)],
+    NeverTimesOut: [("attach", 1, ASK), ("attach", 2, ASK), ("wait", None, {"seconds": 4.0})],
+    HandsOutEvicted: [("commit", 1, PUBLISH), ("evict", 2, {"evict": Evict(everything=True)}), ("disconnect", 1, {})],
+}
+
+
+def play(store, script):
+    """Take the machine through a sequence of rules, checking its invariants after each."""
+
+    class Machine(StoreMachine):
+        make_store = store
+
+    machine = Machine()
+    for _ in range(3):
+        machine.connect()
+    for name, client, arguments in script:
+        getattr(machine, name)(**({} if client is None else {"client": client}), **arguments)
+        machine.no_descriptor_is_leaked()
+        machine.leases_are_counted()
+        machine.a_key_has_one_producer_who_is_there()
+        machine.who_asked_waits_for_somebody()
+    machine.teardown()
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=[broken.__name__ for broken in SCRIPTS])
+def test_the_scripts_are_harmless(script):
+    play(Store, script)
+
+
+@pytest.mark.parametrize("broken", SCRIPTS)
+def test_the_machine_can_fail(broken):
     with pytest.raises((AssertionError, KeyError)):
-        run_state_machine_as_test(Machine, settings=few)
+        play(broken, SCRIPTS[broken])
