@@ -1,0 +1,51 @@
+"""Many processes that start at once: one disk read, one entry, one daemon."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import psutil
+import pytest
+from support import plain_models, worker
+
+LINKED = "support.plain_models:Linked"
+
+
+@pytest.fixture
+def linked(tmp_path):
+    return {"checkpoint": plain_models.save(plain_models.Linked, tmp_path / "linked.safetensors"), "build": LINKED}
+
+
+def daemons_at(path):
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if path in (process.info["cmdline"] or []) and "torchwcache.daemon" in (process.info["cmdline"] or [])
+    ]
+
+
+def test_one_process_publishes_and_the_next_attaches(workers, daemon, linked):
+    producer, client, plain = workers.several(3)
+    first, second = producer.do(worker.attach, cfg=linked), client.do(worker.attach, cfg=linked)
+    plain.do(worker.load_without_us, cfg=linked)
+    assert (first["source"], first["published"]) == ("disk", True)
+    assert (second["source"], second["published"]) == ("cache", False)
+    assert first["fingerprint"] == second["fingerprint"]
+    assert second["warnings"] == []
+    assert {p.do(worker.output) for p in (producer, client, plain)} == {plain.do(worker.output)}
+    assert producer.do(worker.picture) == client.do(worker.picture) == plain.do(worker.picture)
+
+
+def test_eight_processes_on_a_cold_cache(workers, private_socket, linked):
+    crew = workers.several(8)
+    for one in crew:
+        one.begin(worker.attach, cfg=linked)
+    reports = [one.result() for one in crew]
+    assert Counter(report["published"] for report in reports) == {True: 1, False: 7}
+    assert Counter(report["source"] for report in reports)["disk"] == 1
+    assert {report["source"] for report in reports} <= {"disk", "waited", "cache"}
+    assert {report["fingerprint"] for report in reports} == {reports[0]["fingerprint"]}
+    assert len({one.do(worker.output) for one in crew}) == 1
+    (entry,) = crew[0].do(worker.entries)
+    assert entry["leases"] == 8
+    assert len(daemons_at(private_socket)) == 1
