@@ -128,6 +128,7 @@ def test_a_dead_parent_is_seen_although_its_forked_child_lives(daemon, make_memf
     publish(daemon, make_memfd)
     code = CLIENT + (
         "if os.fork() == 0:\n"
+        "    told = False\n"
         "    try:\n"
         "        connection.status()\n"
         "    except DaemonUnavailable as error:\n"

@@ -32,7 +32,7 @@ from torchwcache.errors import (
     FileLimitError,
 )
 from torchwcache.wire import framing
-from torchwcache.wire.messages import PROTOCOL_VERSION, Committed, Failure, Produce, Status
+from torchwcache.wire.messages import PROTOCOL_VERSION, Committed, Failure, ListEntries, Produce, Status
 
 # ---- peers that misbehave ----------------------------------------------------------------------------------------------------
 
@@ -157,18 +157,18 @@ def test_a_client_that_does_not_read_blocks_nobody_and_is_dropped(start, make_me
             time.sleep(0.02)
 
 
-def test_a_client_that_asks_and_does_not_read_fills_its_own_socket_only(start):
-    daemon = limited_daemon(start, write_s=1.0)
+def test_a_client_that_asks_and_does_not_read_costs_the_daemon_one_reply(daemon, make_memfd):
+    fds = [make_memfd()]
+    for number in range(40):
+        with daemon.connect() as producer:  # long names, so that a list of entries has half a megabyte
+            names = {"slot": f"{number}/" + "s" * 4000, "device": "d" * 4096, "label": "l" * 4096}
+            producer.commit(entry(0, fds, f"{number:032x}", **names), fds)
     with raw(daemon) as greedy, daemon.connect() as other:
-        other.status()
-        greedy.settimeout(0.3)
-        sent = 0
-        with contextlib.suppress(TimeoutError, BrokenPipeError, ConnectionResetError):
-            while sent < 100 * 2**20:
-                sent += greedy.send(framing_bytes(Status()) * 1000)
-        assert sent < 20 * 2**20
+        greedy.sendall(framing_bytes(ListEntries()) * 200)
+        for _ in range(250):  # the daemon has had its chance to read them all
+            other.status()
         assert psutil.Process(daemon.pid).memory_info().rss <= 40 * 2**20
-        other.status()
+        assert answer(greedy).entries[39].label == "l" * 4096
 
 
 def test_silence_hands_a_production_on(start, make_memfd):
