@@ -15,6 +15,7 @@ from torchwcache.daemon.supervisor import connect_or_start
 from torchwcache.errors import (
     DaemonError,
     EncodingError,
+    EntryNotFoundError,
     ManifestError,
     MismatchError,
     RebindError,
@@ -58,6 +59,7 @@ class AttachOptions:
     timeout_s: float = 600.0
     requires_grad: bool = False
     variant: str | None = None
+    produce: bool = True
 
 
 def attach_through_daemon(cfg: ModelConfig, options: AttachOptions) -> Attachment:
@@ -82,10 +84,18 @@ class Attaching:
 
     # ---- what is asked for ---------------------------------------------------------------------------------------------------
 
-    def describe(self, module: nn.Module | None = None) -> None:
-        """Build on meta, describe, gate by config, and stat the files. Reads no weights."""
+    def describe(self, *, scratch: bool = False) -> None:
+        """Build on meta, describe, gate by config, and stat the files. Reads no weights.
+
+        Args:
+            scratch: A live module of this model exists in the process already (design D11).
+        """
         with self.report.phase("build"):
-            self.built, self.construction = self.adapter.build(self.cfg)
+            if scratch:
+                with self.adapter.scratch_build(self.cfg) as (self.built, self.construction):
+                    pass
+            else:
+                self.built, self.construction = self.adapter.build(self.cfg)
         with self.report.phase("fingerprint"):
             self.description = self.adapter.describe(self.cfg, self.built)
             self.method = check_config(self.description.quantization_config, self.cfg.quantization)
@@ -133,8 +143,8 @@ class Attaching:
     def through_daemon(self) -> Attachment:
         """Ask the daemon until the answer settles what to do."""
         with self.report.phase("fingerprint"):
-            # A variant is never produced here, so there is no production to agree on under a provisional key.
-            provisional_key = self.identity.provisional() if self.options.variant is None else None
+            # Where nothing is going to be produced there is no production to agree on under a provisional key.
+            provisional_key = self.identity.provisional() if self.options.produce and self.options.variant is None else None
             content = self.identity.remembered() or provisional_key or self.identity.compute()
             fingerprint = self.fingerprint(content)
         while True:
@@ -173,7 +183,7 @@ class Attaching:
             family=fingerprint.family,
             fields=fingerprint.encode(),
             provisional=provisional,
-            produce=self.options.variant is None,
+            produce=self.options.produce and self.options.variant is None,
             wait_s=self.options.timeout_s,
         )
         told = False
@@ -237,9 +247,11 @@ class Attaching:
     # ---- miss ----------------------------------------------------------------------------------------------------------------
 
     def miss(self, reply: Miss) -> Attachment:
-        """A variant that nobody published: nothing else may be served in its name."""
+        """Not there, and not to be produced here: a variant that nobody published must not be served by anything else."""
         variant = self.options.variant
         self.note_others(self.fingerprint(self.identity.compute()), reply.others)
+        if variant is None:
+            raise EntryNotFoundError(f"{self.slot} is not in the cache", differences=self.report.differences)
         raise MismatchError(
             f"variant {variant!r} of {self.slot} is not in the cache, and only the process that published it can publish it"
             + "".join(f"\n  {difference}" for difference in self.report.differences),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from torchwcache.errors import DetachedError
+from torchwcache.errors import AttachmentError, DetachedError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -111,10 +112,11 @@ class Attachment:
     ) -> None:
         self._model: nn.Module | None = model
         self._report = report
-        self._connection = connection
         self._manifest = manifest
         self._segments = list(segments)
         self._entered = False
+        # `model = WeightCache.attach(cfg).model` keeps no attachment: the lease then lasts as long as the model does.
+        self._lease = weakref.finalize(model, connection.close) if connection is not None else None
 
     @property
     def model(self) -> nn.Module:
@@ -156,12 +158,12 @@ class Attachment:
             detach(model)
         finally:
             self._segments.clear()
-            if self._connection is not None:
-                self._connection.close()
+            if self._lease is not None:
+                self._lease()
 
     def __enter__(self) -> nn.Module:
         if self._entered:
-            raise RuntimeError("an attachment can be entered once; attach again to get another")
+            raise AttachmentError("an attachment can be entered once; attach again to get another")
         self._entered = True
         return self.model
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from torchwcache.adapter import LoadResult
 from torchwcache.adapters import adapter_for
-from torchwcache.attaching import Attaching, AttachOptions
+from torchwcache.attaching import Attaching, AttachOptions, attach_through_daemon
 from torchwcache.attachment import Attachment
-from torchwcache.config import ModelConfig
+from torchwcache.config import ModelConfig, Policy, policies_from
 from torchwcache.errors import ConfigError
 from torchwcache.memory.select import memory_for
 from torchwcache.module.pack import SegmentWriter
@@ -36,7 +36,7 @@ __all__ = ["publish_by_hand", "verify_against_disk"]
 def publish_by_hand(cfg: ModelConfig, model: nn.Module, options: AttachOptions) -> Attachment:
     """``WeightCache.publish``: a model that the caller made, under a variant of its own."""
     attaching = Attaching(cfg, options)
-    attaching.describe()
+    attaching.describe(scratch=True)
     report = attaching.report
     with attaching.identity:
         with report.phase("fingerprint"):
@@ -82,11 +82,14 @@ def _raise_taken(variant: str | None, fds: Sequence[int]) -> NoReturn:
 
 
 def verify_against_disk(cfg: ModelConfig, cache: DaemonCache) -> ParityReport:
-    """Attach, load afresh, compare."""
+    """Attach what is cached, load afresh, compare. Produces nothing."""
     from torchwcache.module.parity import compare_modules
 
     adapter = adapter_for(cfg)
-    with cache.attach(cfg) as attached:
+    options = AttachOptions(
+        socket=cache.socket, start=False, policies=policies_from(fallback=Policy.ERROR, environ={}), produce=False
+    )
+    with attach_through_daemon(cfg, options) as attached:
         fresh = load_unpublished(cfg, adapter, memory_for(cfg.device)).module
         adapter.prepare(cfg, fresh)
         return compare_modules(fresh, attached, rules=adapter.rules(cfg, fresh))

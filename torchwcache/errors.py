@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
+    "AttachmentError",
     "BuildError",
     "CaptureError",
     "CheckpointChangedError",
@@ -194,6 +195,10 @@ class RefusedError(WeightCacheError, RuntimeError):
 
     reason: str
     kind: str
+
+
+class AttachmentError(WeightCacheError, RuntimeError):
+    """Raised when an attachment is used in a way it does not allow, such as entering it twice."""
 
 
 class DetachedError(WeightCacheError, RuntimeError):

@@ -110,12 +110,14 @@ class ObjectSpec(_Spec, frozen=True):
     """An object of the module as built, reached by ``step`` from ``parent``.
 
     Objects ``0 .. len(modules) - 1`` are the modules themselves; an ``ObjectSpec`` number ``i`` is object ``len(modules) + i``,
-    and its parent comes before it. ``type`` (``"module:qualname"``) is checked when it is resolved.
+    and its parent comes before it. ``type`` (``"module:qualname"``) is checked when it is resolved. ``attributes`` is an index into
+    :attr:`Manifest.attribute_sets`, or -1.
     """
 
     parent: int
     step: Step
     type: str
+    attributes: int = -1
 
 
 class Edit(_Spec, frozen=True):
@@ -279,6 +281,8 @@ def _validate_edits(manifest: Manifest) -> None:
     for i, spec in enumerate(manifest.objects):
         if not 0 <= spec.parent < modules + i:
             _fail(f"$.objects[{i}].parent", f"{spec.parent} is not an earlier object")
+        if not -1 <= spec.attributes < len(manifest.attribute_sets):
+            _fail(f"$.objects[{i}].attributes", f"no attribute set {spec.attributes}")
     for i, edit in enumerate(manifest.edits):
         if not 0 <= edit.target < objects:
             _fail(f"$.edits[{i}].target", f"no object {edit.target}")

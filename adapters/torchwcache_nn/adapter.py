@@ -27,6 +27,7 @@ __all__ = ["NNAdapter"]
 _TRANSFORMERS_IGNORED = {
     "generation_config": "read from generation_config.json by every client (design D19)",
     "generation_config.*": "read from generation_config.json by every client (design D19)",
+    "*_commit_hash": "says from which revision of a repo this process got the files, not what is in them",
     "*name_or_path": "says where this process found the files, not what is in them",
 }
 

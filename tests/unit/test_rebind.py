@@ -13,6 +13,7 @@ import torch
 from support.roundtrip import CPU, Publication, build_meta, capture_loaded
 from torch import nn
 
+from torchwcache.adapter import CaptureRules
 from torchwcache.config import Access
 from torchwcache.encoding import VInt, VObject, VStr, VTensor, VTuple
 from torchwcache.errors import ManifestError, RebindError, SegmentError
@@ -249,7 +250,9 @@ def test_an_unsealed_or_foreign_descriptor_is_not_mapped(publication: Publicatio
         publication.memory.map(file.fileno(), 4096)
 
 
-@pytest.mark.parametrize("data", [b"", b"\x00", b"\xc1", os.urandom(64), b"\x9d" * 100])
+@pytest.mark.parametrize(
+    "data", [b"", b"\x00", b"\xc1", bytes(range(64)), b"\x9d" * 100], ids=["empty", "nil", "c1", "bytes", "deep"]
+)
 def test_malformed_bytes(data: bytes) -> None:
     with pytest.raises(ManifestError):
         decode_manifest(data)
@@ -276,3 +279,21 @@ def test_an_enum_or_class_that_is_not_loaded_is_not_imported(publication: Public
     with pytest.raises(RebindError, match="does not exist in this process"):
         rebind_to(publication, build_meta(Net), changed(publication, tensors=tensors))
     assert "turtle" not in sys.modules
+
+
+def test_a_value_inside_an_object_that_the_build_resolves_otherwise() -> None:  # F2, D11
+    class Config:
+        def __init__(self, attention: str) -> None:
+            self.attention, self.path = attention, attention
+
+    def build(attention: str = "eager") -> nn.Module:
+        module = nn.Linear(2, 2)
+        module.config = Config(attention)
+        return module
+
+    rules = CaptureRules(ignore={"config.path": "differs by process"})
+    publication = Publication(capture_loaded(build().eval(), build, rules))
+    publication.attach(build)
+    with pytest.raises(RebindError) as caught:
+        rebind_to(publication, build_meta(lambda: build("flash")))
+    assert problems(caught) == {"config.attention": "is 'flash' here, 'eager' in the entry"}

@@ -1,12 +1,10 @@
-"""Plain attributes of modules: what a build resolved, recorded by the producer and compared by every client (design D11)."""
+"""Plain attributes of modules and of what they hold: recorded by the producer, compared by every client (design D11)."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
 from typing import Any
-
-from torch import nn
 
 from torchwcache.encoding import Encoder, Value
 from torchwcache.module.graph import ATOMIC_TYPES, HOOK_DICTS, MODULE_TABLES
@@ -20,9 +18,9 @@ _MAX_ITEMS = 64
 _encoder = Encoder()
 
 
-def attribute_names(module: nn.Module) -> Iterator[str]:
-    """Names in a module's ``__dict__`` that may hold a plain value."""
-    return (name for name in module.__dict__ if name not in _SKIPPED)
+def attribute_names(obj: Any) -> Iterator[str]:
+    """Names in the ``__dict__`` of a module, or of an object that it holds, that may hold a plain value."""
+    return (name for name in obj.__dict__ if name not in _SKIPPED)
 
 
 def encode_attribute(obj: Any) -> Value | None:

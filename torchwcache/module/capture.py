@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import msgspec
 import torch
 from torch import nn
 
@@ -18,7 +19,6 @@ from torchwcache.encoding import Value, to_bytes
 from torchwcache.errors import CaptureError, EncodingError
 from torchwcache.manifest import MANIFEST_VERSION, ClassEdit, Edit, Manifest, ModuleSpec, ObjectSpec, StorageSpec, TensorSpec
 from torchwcache.module.addresses import find_addresses
-from torchwcache.module.attributes import attribute_names, encode_attribute
 from torchwcache.module.classes import ClassSnapshot
 from torchwcache.module.graph import type_name
 from torchwcache.module.pairing import Pairing
@@ -139,7 +139,8 @@ def capture(
             "attributes that may differ with ModelConfig(ignore={path: reason}):",
             problems=sorted(set(problems)),
         )
-    modules, attribute_sets = _module_specs(pairing, built)
+    sets = _AttributeSets()
+    modules, objects = _module_specs(pairing, sets), _object_specs(pairing, sets)
     return Captured(
         module=module,
         tensors=table.tensors,
@@ -147,8 +148,8 @@ def capture(
         shared=shared,
         specs=specs,
         modules=modules,
-        attribute_sets=attribute_sets,
-        objects=tuple(pairing.object_specs),
+        attribute_sets=tuple(sets.values),
+        objects=objects,
         edits=tuple(pairing.edits),
         class_edits=tuple(class_edits),
         construction=construction,
@@ -192,22 +193,33 @@ def _tensor_specs(pairing: Pairing, groups: list[StorageGroup]) -> tuple[tuple[T
     return tuple(specs), problems
 
 
-def _module_specs(pairing: Pairing, built: nn.Module) -> tuple[tuple[ModuleSpec, ...], tuple[tuple[tuple[str, Value], ...], ...]]:
+class _AttributeSets:
+    """Sets of plain attributes, each kept once: the layers of a model mostly agree."""
+
+    def __init__(self) -> None:
+        self.values: list[tuple[tuple[str, Value], ...]] = []
+        self._index: dict[bytes, int] = {}
+
+    def add(self, found: tuple[tuple[str, Value], ...]) -> int:
+        """Index of a set; -1 for the empty one."""
+        if not found:
+            return -1
+        key = b"".join(name.encode() + b"\0" + to_bytes(value) for name, value in found)
+        index = self._index.setdefault(key, len(self.values))
+        if index == len(self.values):
+            self.values.append(found)
+        return index
+
+
+def _module_specs(pairing: Pairing, sets: _AttributeSets) -> tuple[ModuleSpec, ...]:
     table = pairing.table
-    sets: dict[bytes, int] = {}
-    values: list[tuple[tuple[str, Value], ...]] = []
     specs: list[ModuleSpec] = []
     first: dict[int, int] = {}
     for number, (path, module) in enumerate(pairing.tree):
         same_as = first.setdefault(id(module), number)
+        node = pairing.mate_of(module)
+        assert node is not None
         persistent = module._non_persistent_buffers_set
-        attributes = -1
-        if same_as == number:
-            found = _resolved_attributes(pairing, number, path)
-            key = b"".join(name.encode() + b"\0" + to_bytes(value) for name, value in found)
-            attributes = sets.setdefault(key, len(values))
-            if attributes == len(values):
-                values.append(found)
         specs.append(
             ModuleSpec(
                 path=path,
@@ -218,23 +230,24 @@ def _module_specs(pairing: Pairing, built: nn.Module) -> tuple[tuple[ModuleSpec,
                 buffers=tuple(
                     (name, None if b is None else table.index(b), name not in persistent) for name, b in module._buffers.items()
                 ),
-                attributes=attributes,
+                attributes=sets.add(pairing.resolved_attributes(node)) if same_as == number else -1,
             )
         )
-    return tuple(specs), tuple(values)
+    return tuple(specs)
 
 
-def _resolved_attributes(pairing: Pairing, number: int, path: str) -> tuple[tuple[str, Value], ...]:
-    """Plain attributes as the build resolved them: a client whose build resolves them otherwise must not serve (D11)."""
-    built = pairing.built_tree[number]
-    found: list[tuple[str, Value]] = []
-    for name in attribute_names(built):
-        if (number, name) in pairing.edited or pairing.ignored(f"{path}.{name}" if path else name):
+def _object_specs(pairing: Pairing, sets: _AttributeSets) -> tuple[ObjectSpec, ...]:
+    """The objects that edits refer to, and those whose resolved attributes clients must find as they were."""
+    attributes: dict[int, int] = {}
+    for node in pairing.helper_nodes():
+        index = sets.add(pairing.resolved_attributes(node))
+        if index < 0:
             continue
         try:
-            value = encode_attribute(built.__dict__[name])
+            attributes[pairing.node_index(node)] = index
         except EncodingError:
-            continue  # not a plain value: compared by pairing here, by the object table in the client
-        if value is not None:
-            found.append((name, value))
-    return tuple(found)
+            continue  # held under a key that has no name in another process
+    start = len(pairing.tree)
+    return tuple(
+        msgspec.structs.replace(spec, attributes=attributes.get(start + i, -1)) for i, spec in enumerate(pairing.object_specs)
+    )

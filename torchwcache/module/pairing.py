@@ -14,7 +14,8 @@ import math
 import types
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from torchwcache.encoding import (
 )
 from torchwcache.errors import EncodingError
 from torchwcache.manifest import Edit, ObjectSpec, Step
+from torchwcache.module.attributes import attribute_names, encode_attribute
 from torchwcache.module.graph import ATOMIC_TYPES, HOOK_DICTS, MODULE_TABLES, children, is_leaf, type_name
 from torchwcache.module.opaque import OpaqueComparison, same_opaque, same_type
 from torchwcache.module.tensors import TensorTable
@@ -57,6 +59,7 @@ class _Node:
     key: Any
     path: str
     index: int | None = None
+    edited: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -85,7 +88,6 @@ class Pairing:
         self.integers: list[tuple[str, int]] = []
         self.edits: list[Edit] = []
         self.edit_paths: list[str] = []
-        self.edited: set[tuple[int, str]] = set()
         self.object_specs: list[ObjectSpec] = []
         self.tensor_attributes: list[tuple[tuple[tuple[str, Value], ...], tuple[str, ...]]] = []
         self.tree = list(module.named_modules(remove_duplicate=False))
@@ -285,7 +287,9 @@ class Pairing:
     def _pair_dicts(self, node: _Node) -> None:
         mine = {_key_token(key): key for key in node.loaded}
         theirs = {_key_token(key): key for key in node.built}
-        if mine.keys() == theirs.keys() and list(mine) != list(theirs):
+        # Keys that stay keep their places, new ones come last: any other order needs all contents to be put in anew.
+        in_place = [token for token in theirs if token in mine] + [token for token in mine if token not in theirs]
+        if list(mine) != in_place:
             self._pending.append(_Pending(node, "key", None, node.loaded, node.path, contents=True))
         for token, key in mine.items():
             value, path = node.loaded[key], f"{node.path}[{key!r}]"
@@ -368,6 +372,26 @@ class Pairing:
             self.object_specs.append(ObjectSpec(parent, step, type_name(type(node.built))))
         return node.index
 
+    def resolved_attributes(self, node: _Node) -> tuple[tuple[str, Value], ...]:
+        """Plain attributes as the build resolved them and the load left them: the same in every process, or it must not serve."""
+        found: list[tuple[str, Value]] = []
+        for name in attribute_names(node.built):
+            if name in node.edited or self.ignored(f"{node.path}.{name}" if node.path else name):
+                continue
+            try:
+                value = encode_attribute(node.built.__dict__[name])
+            except EncodingError:
+                continue  # not a plain value: what is inside it has nodes of its own
+            if value is not None:
+                found.append((name, value))
+        return tuple(found)
+
+    def helper_nodes(self) -> Iterator[_Node]:
+        """Objects with attributes that are not modules of the tree: configs and the like."""
+        for node in list(self._mates.values()):
+            if node.parent is not None and isinstance(getattr(node.built, "__dict__", None), dict) and _has_state(node.built):
+                yield node
+
     def mate_of(self, obj: Any) -> _Node | None:
         """The node of a loaded object that the build has too."""
         return self._mates.get(id(obj))
@@ -391,9 +415,8 @@ class Pairing:
             return
         self.edits.append(Edit(target, step, value, pending.contents))
         self.edit_paths.append(pending.path)
-        if pending.kind == "attribute" and node.parent is None:
-            assert node.index is not None
-            self.edited.add((node.index, pending.key))
+        if pending.kind == "attribute":
+            node.edited.add(pending.key)
 
     @staticmethod
     def _hint(pending: _Pending) -> str:

@@ -26,7 +26,7 @@ from torchwcache.encoding import (
     decode,
 )
 from torchwcache.errors import EncodingError, RebindError
-from torchwcache.manifest import ClassEdit, Edit, Manifest, ModuleSpec, TensorSpec
+from torchwcache.manifest import ClassEdit, Edit, Manifest, TensorSpec
 from torchwcache.memory.base import MappedSegment
 from torchwcache.module.attributes import encode_attribute
 from torchwcache.module.classes import encode_class_value, tree_classes
@@ -89,9 +89,10 @@ class _Rebinding:
         gc.disable()
         try:
             self.check_tree()
-            self.check_attributes()
             self.raise_problems()
             self.resolve_objects()
+            self.raise_problems()
+            self.check_attributes()
             self.raise_problems()
             report = self.make_tensors()
             classes = self.tensor_classes()
@@ -139,21 +140,31 @@ class _Rebinding:
 
     def check_attributes(self) -> None:
         """What the build resolved here must be what it resolved in the producer (design D11)."""
-        if self.problems:
-            return
         expected = [dict(entry) for entry in self.manifest.attribute_sets]
         decoded = [{name: self._plain(value) for name, value in entry} for entry in self.manifest.attribute_sets]
         for module, spec in zip(self.tree, self.manifest.modules, strict=True):
-            if spec.attributes < 0:
+            if spec.attributes >= 0:
+                self._check_set(spec.path, module.__dict__, decoded[spec.attributes], expected[spec.attributes])
+        for number, item in enumerate(self.manifest.objects):
+            if item.attributes >= 0:
+                state = getattr(self.objects[len(self.tree) + number], "__dict__", {})
+                self._check_set(self._object_path(number), state, decoded[item.attributes], expected[item.attributes])
+
+    def _check_set(self, path: str, state: dict[str, Any], plain: dict[str, Any], expected: dict[str, Value]) -> None:
+        for name, value in plain.items():
+            mine = state.get(name, _MISSING)
+            # The cheap test first; only what it cannot settle (containers, NaN, a difference) is put into tagged form.
+            if mine is value or (type(mine) is type(value) and type(mine) in (str, int, bool) and mine == value):
                 continue
-            state = module.__dict__
-            plain = decoded[spec.attributes]
-            for name, value in plain.items():
-                mine = state.get(name, _MISSING)
-                # The cheap test first; only what it cannot settle (containers, NaN, a difference) is put into tagged form.
-                if mine is value or (type(mine) is type(value) and type(mine) in (str, int, bool) and mine == value):
-                    continue
-                self._check_attribute(spec, name, mine, expected[spec.attributes][name])
+            self._check_attribute(f"{path}.{name}" if path else name, mine, expected[name])
+
+    def _object_path(self, number: int) -> str:
+        spec = self.manifest.objects[number]
+        modules = len(self.tree)
+        parent = self.manifest.modules[spec.parent].path if spec.parent < modules else self._object_path(spec.parent - modules)
+        key = self._plain(spec.step.key)
+        step = f".{key}" if spec.step.kind in ("attribute", "slot") else f"[{key!r}]"
+        return (parent + step).lstrip(".")
 
     @staticmethod
     def _plain(value: Value) -> Any:
@@ -162,8 +173,7 @@ class _Rebinding:
         except EncodingError:
             return _MISSING
 
-    def _check_attribute(self, spec: ModuleSpec, name: str, mine: Any, expected: Value) -> None:
-        path = f"{spec.path}.{name}" if spec.path else name
+    def _check_attribute(self, path: str, mine: Any, expected: Value) -> None:
         if mine is _MISSING:
             self.problems.append((path, "is missing here"))
             return
@@ -184,9 +194,9 @@ class _Rebinding:
             try:
                 found = child(parent, spec.step.kind, decode(spec.step.key))
             except (LookupError, EncodingError) as error:
-                self.problems.append((f"object {number}", f"is not built here: {error}"))
+                self.problems.append((self._object_path(number), f"is not built here: {error}"))
             if found is not _MISSING and type_name(type(found)) != spec.type:
-                self.problems.append((f"object {number}", f"is a {type_name(type(found))} here, a {spec.type} in the entry"))
+                self.problems.append((self._object_path(number), f"is a {type_name(type(found))} here, a {spec.type} in the entry"))
             self.objects.append(found)
 
     def make_tensors(self) -> RebindReport:
