@@ -321,7 +321,7 @@ class Attaching:
         return self.refused(
             RefusedError(
                 f"a process that loaded this model before found that it cannot be cached ({reply.kind}): {reply.reason}\n"
-                "`torchwcache evict --refusals` forgets it; on_refused='load' starts without the cache",
+                f"`torchwcache evict {self.report.fingerprint} --refusals` forgets it; on_refused='load' starts without the cache",
                 reason=reply.reason,
                 kind=reply.kind,
             )
