@@ -78,7 +78,8 @@ class _Rebinding:
         self.module, self.manifest, self.segments = module, manifest, segments
         self.device, self.requires_grad = device, requires_grad
         self.problems: list[tuple[str, str]] = []
-        self.tree = [item for _, item in module.named_modules(remove_duplicate=False)]
+        self.named = list(module.named_modules(remove_duplicate=False))
+        self.tree = [item for _, item in self.named]
         self.objects: list[Any] = []
         self.tensors: list[torch.Tensor] = []
         self.decoder = Decoder(self.leaf)
@@ -121,8 +122,7 @@ class _Rebinding:
     # ---- is it the same module? ----------------------------------------------------------------------------------------------
 
     def check_tree(self) -> None:
-        specs = self.manifest.modules
-        built = list(self.module.named_modules(remove_duplicate=False))
+        specs, built = self.manifest.modules, self.named
         if [path for path, _ in built] != [spec.path for spec in specs]:
             mine, theirs = {path for path, _ in built}, {spec.path for spec in specs}
             self.problems += [(path or "(root)", "is built here, but not in the entry") for path in sorted(mine - theirs)]
@@ -131,9 +131,11 @@ class _Rebinding:
                 self.problems.append(("(root)", "the modules come in another order than in the entry"))
             return
         first: dict[int, int] = {}
+        names = {cls: type_name(cls) for cls in set(map(type, self.tree))}
         for number, ((path, module), spec) in enumerate(zip(built, specs, strict=True)):
-            if type_name(type(module)) != spec.cls:
-                self.problems.append((path or "(root)", f"is a {type_name(type(module))} here, a {spec.cls} in the entry"))
+            name = names[type(module)]
+            if name != spec.cls:
+                self.problems.append((path or "(root)", f"is a {name} here, a {spec.cls} in the entry"))
             same_as = first.setdefault(id(module), number)
             if (spec.same_as if spec.same_as >= 0 else number) != same_as:
                 self.problems.append((path, "shares its module with another path in only one of the two"))
@@ -304,30 +306,35 @@ class _Rebinding:
     # ---- putting things in place ---------------------------------------------------------------------------------------------
 
     def fill_tables(self) -> None:
-        tensors, specs = self.tensors, self.manifest.tensors
-        done: set[int] = set()
+        # Attributes of a tensor come from the first place that it is in; few tensors have any.
+        pending = {index for index, tensor in enumerate(self.manifest.tensors) if tensor.attributes or tensor.inherited}
         for module, spec in zip(self.tree, self.manifest.modules, strict=True):
             if spec.same_as >= 0:
                 continue
             state = module.__dict__
-            parameters, buffers = state["_parameters"], state["_buffers"]
-            for table, entries in ((parameters, spec.parameters), (buffers, tuple((n, t) for n, t, _ in spec.buffers))):
-                for name, index in entries:
-                    if index is not None and index not in done:
-                        done.add(index)
-                        if specs[index].attributes or specs[index].inherited:
-                            self.set_tensor_attributes(index, table.get(name))
-                if len(table) != len(entries) or list(table) != [name for name, _ in entries]:
-                    table.clear()
-                for name, index in entries:
-                    table[name] = None if index is None else tensors[index]
-            transient = state["_non_persistent_buffers_set"]
-            transient.clear()
-            transient.update(name for name, _, persistent in spec.buffers if not persistent)
+            self.fill_table(state["_parameters"], spec.parameters, pending)
+            buffers, transient = state["_buffers"], state["_non_persistent_buffers_set"]
+            if spec.buffers or buffers or transient:
+                self.fill_table(buffers, [(name, index) for name, index, _ in spec.buffers], pending)
+                transient.clear()
+                transient.update(name for name, _, persistent in spec.buffers if not persistent)
             state["training"] = spec.training
-        for index, tensor in enumerate(specs):
-            if index not in done and (tensor.attributes or tensor.inherited):
-                self.set_tensor_attributes(index, None)
+        for index in sorted(pending):
+            self.set_tensor_attributes(index, None)
+
+    def fill_table(
+        self, table: dict[str, torch.Tensor | None], entries: Sequence[tuple[str, int | None]], pending: set[int]
+    ) -> None:
+        if pending:
+            for name, index in entries:
+                if index in pending:
+                    pending.remove(index)
+                    self.set_tensor_attributes(index, table.get(name))
+        if list(table) != [name for name, _ in entries]:
+            table.clear()
+        tensors = self.tensors
+        for name, index in entries:
+            table[name] = None if index is None else tensors[index]
 
     def set_tensor_attributes(self, index: int, built: torch.Tensor | None) -> None:
         spec: TensorSpec = self.manifest.tensors[index]
