@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from torchwcache.errors import DaemonUnavailable
@@ -29,37 +30,24 @@ def wait_until(condition: Callable[[], object], *, what: str, timeout_s: float =
         time.sleep(0.005)
 
 
-def lock_holder(socket_path: str) -> int | None:
-    """Pid of the daemon that holds the lock of this socket, if one does."""
-    try:
-        fd = os.open(socket_path + ".lock", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        text = os.pread(fd, 32, 0).strip()
-        return int(text) if text.isdigit() else None
-    finally:
-        os.close(fd)
-    return None
-
-
 def end_daemon(socket_path: str) -> None:
-    """Stop whatever daemon serves this socket (a test's own: its folder is), and wait until it is gone."""
-    pid = lock_holder(socket_path)
-    if pid is None:
+    """End whatever daemon serves this socket, or is about to: a test's own, since its folder is."""
+    if not os.path.exists(socket_path + ".lock"):
         return
-    for number in (signal.SIGCONT, signal.SIGTERM):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-    deadline = time.monotonic() + 5
-    while lock_holder(socket_path) == pid and time.monotonic() < deadline:
-        time.sleep(0.005)
-    if lock_holder(socket_path) == pid:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: lock_holder(socket_path) != pid, what=f"daemon {pid} dies")
+    mine = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and process.ppid() != os.getpid() and socket_path in process.cmdline():
+                mine.append(process)
+    for process in mine:
+        with contextlib.suppress(psutil.Error):
+            process.resume()
+            process.terminate()
+    _, left = psutil.wait_procs(mine, timeout=5)
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(left, timeout=5)
 
 
 class RunningDaemon:

@@ -202,6 +202,18 @@ def test_a_start_that_takes_too_long_is_a_timeout_and_leaves_no_process(private_
     assert not [p for p in psutil.Process().children() if private_socket in p.cmdline()]
 
 
+def test_a_daemon_whose_starter_has_given_up_does_not_stay(private_socket, wait_until):
+    ready, told = os.pipe()
+    os.close(ready)
+    log = Path(private_socket + ".log")
+    command = [sys.executable, "-m", "torchwcache.daemon", "--socket", private_socket, "--ready-fd", str(told)]
+    with log.open("w") as file:
+        subprocess.run(command, pass_fds=[told], stdout=file, stderr=file, timeout=TIMEOUT_S, check=True)
+    os.close(told)
+    wait_until(lambda: "has given up on it, exiting" in log.read_text(), what="the daemon notices")
+    assert not Path(private_socket).exists()
+
+
 def test_a_place_where_nothing_can_be_written_is_no_crash(monkeypatch):
     with pytest.raises(DaemonUnavailable, match="TORCHWCACHE_SOCKET to a place where you may write"):
         connect_or_start("/proc/no/such/s", start=True)

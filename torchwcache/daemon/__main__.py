@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
 
 from torchwcache.daemon import server
 from torchwcache.daemon.lifetime import shared_lifetime
@@ -46,32 +46,26 @@ def _detached(path: str, ready_fd: int, idle_timeout_s: float | None) -> int:
     # What a starter has blocked or ignored must not make the daemon deaf; the end of a terminal is none of its business.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    tell = _teller(ready_fd)
-    try:
-        server.run(path, on_ready=lambda: tell("ready\n"), idle_timeout_s=idle_timeout_s, warnings=shared_lifetime())
-    except (WeightCacheError, OSError) as error:
-        logging.getLogger(__name__).error("%s", error)
-        tell(f"{type(error).__name__}\n{getattr(error, 'pid', 0)}\n{error}")
-        return 1
-    return 0
+    log = logging.getLogger(__name__)
+    with open(ready_fd, "wb", buffering=0) as starter:
 
+        def ready() -> None:
+            starter.write(b"ready\n")
+            starter.close()
 
-def _teller(fd: int) -> Callable[[str], None]:
-    told = False
-
-    def tell(text: str) -> None:
-        nonlocal told
-        if told:
-            return
-        told = True
         try:
-            os.write(fd, text.encode())
+            server.run(path, on_ready=ready, idle_timeout_s=idle_timeout_s, warnings=shared_lifetime())
         except BrokenPipeError:
-            pass  # the starter is gone; the next client will be glad to find a daemon
-        finally:
-            os.close(fd)
-
-    return tell
+            # It waited no longer and has reported a failure: a daemon that comes up afterwards would be nobody's.
+            log.error("whoever started this daemon has given up on it, exiting")
+            return 1
+        except (WeightCacheError, OSError) as error:
+            log.error("%s", error)
+            if not starter.closed:
+                with contextlib.suppress(BrokenPipeError):
+                    starter.write(f"{type(error).__name__}\n{getattr(error, 'pid', 0)}\n{error}".encode())
+            return 1
+    return 0
 
 
 if __name__ == "__main__":
