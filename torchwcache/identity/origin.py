@@ -7,6 +7,7 @@ code, editable installs, folders on ``PYTHONPATH``) is the user's, and is digest
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 import sysconfig
@@ -70,6 +71,8 @@ def _distribution(top: str, file: Path) -> metadata.Distribution | None:
     named = _named(top)
     if named is not None and _provides(named, top, file):
         return named
+    if not _may_be_installed(top, file):
+        return None
     candidates = [metadata.distribution(name) for name in sorted(set(_packages().get(top, ())))]
     candidates = [candidate for candidate in candidates if _provides(candidate, top, file)]
     if len(candidates) <= 1:
@@ -77,6 +80,25 @@ def _distribution(top: str, file: Path) -> metadata.Distribution | None:
     # Several distributions share a namespace package: only their lists of files can tell.
     owners = [item for item in candidates if any(_located(item, str(entry)) == file for entry in item.files or ())]
     return owners[0] if owners else None
+
+
+def _may_be_installed(top: str, file: Path) -> bool:
+    """Whether some distribution lies where the one that installed ``file`` would have to (see :func:`_provides`).
+
+    It spares whoever attaches a model of their own the full map. A finder that keeps distributions somewhere else entirely is
+    not asked: code that nobody is known to have versioned is digested.
+    """
+    roots = {file.parent, *(folder.parent for folder in file.parents if folder.name == top)}
+    return any(_holds_distributions(root) for root in roots)
+
+
+@cache
+def _holds_distributions(folder: Path) -> bool:
+    try:
+        names = [name.lower() for name in os.listdir(folder)]
+    except OSError:
+        return True  # inside an archive, say: only the full map can tell
+    return any(name.endswith((".dist-info", ".egg-info")) or name == "egg-info" for name in names)
 
 
 @cache
