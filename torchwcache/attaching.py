@@ -32,7 +32,7 @@ from torchwcache.memory.base import MappedSegment, Memory
 from torchwcache.memory.select import memory_for
 from torchwcache.module.rebind import rebind
 from torchwcache.producing import Production
-from torchwcache.production import UNUSABLE, attach_from_disk, make_room, needed_nbytes
+from torchwcache.production import UNUSABLE, Heartbeat, attach_from_disk, make_room, needed_nbytes
 from torchwcache.quantization.registry import check_config
 from torchwcache.wire.messages import Attach, Hit, Miss, OtherEntry, Produce, Refused, Waiting
 
@@ -162,10 +162,9 @@ class Attaching:
                 case Miss():
                     return self.miss(reply)
                 case Produce() if provisional and (reply.hash_first or reply.others):
-                    # What is cached may be the very entry; only the full content can tell. The files are read once, and then again
-                    # from the page cache if a load is needed after all.
-                    self.abort(reply.ticket, "hashing the checkpoint before loading it")
-                    with self.report.phase("fingerprint"):
+                    # What is cached may be the very entry; only the full content can tell. The files are read once now, and then
+                    # again from the page cache if a load is needed after all. Asking anew takes ticket and waiters along.
+                    with self.report.phase("fingerprint"), Heartbeat(self.connection_in_use(), reply.ticket, phase="hash"):
                         content = self.identity.compute()
                         fingerprint = self.fingerprint(content)
                 case Produce():
@@ -281,9 +280,8 @@ class Attaching:
                     differences=self.report.differences,
                 )
             self.warn(f"the cached entry of {self.slot} differs: {text}; loading from disk")
-        assert self.connection is not None
         try:
-            make_room(self.connection, self.memory, needed_nbytes(self.identity.nbytes))
+            make_room(self.connection_in_use(), self.memory, needed_nbytes(self.identity.nbytes))
         except UNUSABLE as error:
             self.abort(reply.ticket, f"no memory: {error}")
             return self.unavailable(error)
@@ -334,6 +332,11 @@ class Attaching:
                 self.connection.abort(ticket, reason=reason)
             except DaemonError as error:
                 logger.debug("abort was not delivered: %s", error)
+
+    def connection_in_use(self) -> DaemonConnection:
+        """The connection that the last answer came over."""
+        assert self.connection is not None
+        return self.connection
 
     def close_connection(self) -> None:
         """End the lease, or the request."""

@@ -113,9 +113,9 @@ def finish(cfg: ModelConfig, adapter: Adapter, module: nn.Module, requires_grad:
 class Heartbeat:
     """Tells the daemon that a producer is alive, and how far it is. Silence past the daemon's bound hands production on."""
 
-    def __init__(self, connection: DaemonConnection, ticket: int) -> None:
-        self._connection, self._ticket = connection, ticket
-        self._phase, self._done, self._total = "load", 0, 0
+    def __init__(self, connection: DaemonConnection, ticket: int, *, phase: str = "load") -> None:
+        self._connection, self.ticket = connection, ticket
+        self._phase, self._done, self._total = phase, 0, 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torchwcache-heartbeat", daemon=True)
 
@@ -130,7 +130,7 @@ class Heartbeat:
 
     def _send(self) -> bool:
         try:
-            self._connection.progress(self._ticket, phase=self._phase, done=self._done, total=self._total)
+            self._connection.progress(self.ticket, phase=self._phase, done=self._done, total=self._total)
         except (DaemonError, OSError) as error:
             logger.debug("the daemon did not take a progress message: %s", error)
             return False

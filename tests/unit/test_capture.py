@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.roundtrip import CPU, Publication, build_meta, capture_loaded, roundtrip
 from torch import nn
+from torch.nn.utils import prune
 
 from torchwcache.adapter import CaptureRules
 from torchwcache.errors import CaptureError
@@ -557,3 +558,46 @@ def test_capture_changes_nothing() -> None:
     capture(loaded, build_meta(Plain), device=CPU)
     assert loaded.__dict__ == state
     assert loaded.lin.weight.data_ptr() == address
+
+
+# ---- modules of every kind ---------------------------------------------------------------------------------------------------
+
+
+def _hooked() -> nn.Module:
+    module = nn.Linear(4, 4)
+    module.register_forward_hook(lambda mod, args, output: output + 1)
+    module.register_forward_pre_hook(lambda mod, args: (args[0] * 2,))
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning", "ignore:.*nested_tensor:UserWarning")
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
+        lambda: nn.utils.weight_norm(nn.Linear(4, 4)),
+        lambda: prune.l1_unstructured(nn.Linear(4, 4), "weight", amount=0.5),
+        _hooked,
+        lambda: nn.GRU(4, 4, bidirectional=True),
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, batch_first=True), 2),
+        lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)),
+    ],
+    ids=["parametrized", "spectral", "weight_norm", "pruned", "hooked", "gru", "transformer", "batchnorm"],
+)
+def test_modules_of_every_kind_compute_the_same(build: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    loaded, x = build().eval(), torch.randn(2, 3, 4) if build().__class__.__name__ == "TransformerEncoder" else torch.randn(3, 4)
+    with torch.no_grad():
+        expected = loaded(x)
+        attached = roundtrip(loaded, build)
+        found, again = attached(x), loaded(x)
+    for result in (found, again):
+        pairs = zip(expected, result, strict=True) if isinstance(expected, tuple) else [(expected, result)]
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_script_module_is_refused() -> None:
+    loaded = torch.jit.script(nn.Linear(2, 2)).eval()
+    assert "ScriptModule" in problems_of(loaded, lambda: torch.jit.script(nn.Linear(2, 2)))["(root)"]

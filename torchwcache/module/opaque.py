@@ -48,10 +48,16 @@ def _same_member(a: Any, b: Any) -> bool:
                 return False
     if hasattr(a, "__code__"):
         cells = [c.cell_contents for c in a.__closure__ or ()], [c.cell_contents for c in b.__closure__ or ()]
-        return bool(a.__code__ == b.__code__) and all(
-            x is y or (type(x) is type(y) and isinstance(x, (str, int, type(None))) and x == y) for x, y in zip(*cells, strict=True)
-        )
+        return bool(a.__code__ == b.__code__) and all(_same_cell(x, y) for x, y in zip(*cells, strict=True))
     return type(a).__name__ in ("getset_descriptor", "property") or bool(a == b)
+
+
+def _same_cell(a: Any, b: Any) -> bool:
+    if type(a) is type(b) and isinstance(a, (str, int, type(None))):
+        return bool(a == b)
+    if isinstance(a, torch.nn.Module) and isinstance(b, torch.nn.Module):
+        return type(a).__qualname__ == type(b).__qualname__  # a class made for one module holds that module
+    return a is b or (hasattr(a, "__code__") and _same_member(a, b))
 
 
 def same_opaque(a: Any, b: Any, depth: int = 0) -> OpaqueComparison:

@@ -136,7 +136,9 @@ class Pairing:
         mates: dict[int, nn.Module] = {}
         for path, loaded in self.tree:
             other = built_paths[path]
-            if not same_type(type(loaded), type(other)):
+            if isinstance(loaded, torch.jit.ScriptModule):
+                self.problem(path, "a ScriptModule keeps its state where Python cannot see it; publish the module it was made from")
+            elif not same_type(type(loaded), type(other)):
                 self.problem(path, f"the load made it a {type_name(type(loaded))}, the build makes a {type_name(type(other))}")
             elif mates.setdefault(id(loaded), other) is not other:
                 self.problem(path, "the load shares this module with another path, the build does not")
@@ -160,7 +162,8 @@ class Pairing:
 
     def _tensor(self, tensor: Any, built: Any, holder: _Node, kind: str, key: Any, path: str, role: Any) -> None:
         index = self.table.add(tensor, path, role)
-        if isinstance(built, torch.Tensor) and index not in self._built_tensors:
+        # Only the tables are filled with the tensor that the build put there still in sight (see ``inherited``).
+        if role != "plain" and isinstance(built, torch.Tensor) and index not in self._built_tensors:
             self._built_tensors[index] = (built, _Node(tensor, built, holder, kind, key, path))
 
     # ---- pairs ---------------------------------------------------------------------------------------------------------------
