@@ -22,6 +22,7 @@ from torchwcache.production import (
     refusal_kind,
     serve_unpublished,
 )
+from torchwcache.wire.messages import Hit, Produce, Refused
 
 if TYPE_CHECKING:
     from torchwcache.attaching import Attaching
@@ -83,6 +84,9 @@ class Production:
             with self.report.phase("fingerprint"):
                 self.fingerprint = attaching.fingerprint(self.identity.finish())
                 self.report.fingerprint = self.fingerprint.hex
+            served = self.announce(result, heartbeat)
+            if served is not None:
+                return served
         check_publishable(self.cfg, result, attaching.method)
         heartbeat.phase("capture")
         with self.report.phase("capture"):
@@ -105,6 +109,24 @@ class Production:
         finish(self.cfg, self.adapter, module, attaching.options.requires_grad)
         logger.info("published %s: %s", attaching.description.label, self.report)
         return Attachment(module, self.report, connection=self.connection, manifest=published.manifest, segments=published.segments)
+
+    def announce(self, result: LoadResult, heartbeat: Heartbeat) -> Attachment | None:
+        """Go on under the full key: the digest is remembered now, so whoever starts from here on asks by that key.
+
+        Returns:
+            What to serve when the entry turned out to be cached or refused already; ``None`` when it is still to be published.
+        """
+        reply, fds = self.attaching.ask(self.fingerprint, provisional=False)
+        match reply:
+            case Hit():
+                return self.attaching.hit(reply, fds, provisional=False)
+            case Refused():
+                if self.attaching.policies.on_refused is Policy.ERROR:
+                    return self.attaching.remembered_refusal(reply)
+                return self.serve(f"{reply.kind}: {reply.reason}", result)
+            case Produce():
+                self.ticket = heartbeat.ticket = reply.ticket  # another one, if somebody else had to give up meanwhile
+        return None
 
     def refuse(self, error: WeightCacheError, result: LoadResult) -> Attachment:
         """This model cannot be cached: tell everybody who waits, once, and remember it."""
