@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections import Counter
 
 import psutil
@@ -49,3 +51,21 @@ def test_eight_processes_on_a_cold_cache(workers, private_socket, linked):
     (entry,) = crew[0].do(worker.entries)
     assert entry["leases"] == 8
     assert len(daemons_at(private_socket)) == 1
+
+
+@pytest.mark.parametrize("at", ["load", "capture", "publish"])
+def test_whoever_comes_late_waits_too(at, workers, daemon, linked, tmp_path, wait_until):
+    """The producer began under a provisional key; those who come once it has hashed the files ask by the digest."""
+    wait_until(lambda: time.time() > os.stat(linked["checkpoint"]).st_ctime + 2.1, what="the file's stat can be relied on")
+    producer, client = workers.several(2)
+    release = tmp_path / "go"
+    producer.begin(worker.attach_and_stop, at=at, release=str(release), cfg=linked)
+    producer.wait_for(at)
+    client.begin(worker.attach, cfg=linked)
+    with daemon.connect() as connection:
+        wait_until(lambda: connection.status().waiting == 1, what="the client waits instead of loading")
+    release.touch()
+    assert producer.result()["published"]
+    report = client.result()
+    assert (report["source"], report["published"]) == ("waited", False)
+    assert client.do(worker.output) == producer.do(worker.output)

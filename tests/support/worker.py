@@ -300,29 +300,46 @@ def tidy(here: Here) -> dict[str, int]:
 
 
 def attach_and_stop(here: Here, *, at: str, release: str, **order: Any) -> dict[str, Any]:
-    """Attach as a producer; at ``load`` (everything read), ``capture`` (about to) or ``publish`` (all sealed, nothing sent) say so,
-    and go on when the file ``release`` exists."""
-    from torchwcache import attaching
+    """Attach as a producer that stops half-way, says so, and goes on when the file ``release`` exists.
+
+    Args:
+        at: ``load``: everything was read. ``capture``: it is about to begin. ``publish``: all is sealed, nothing was sent.
+    """
+    from torchwcache.production import Heartbeat
     from torchwcache.wire.client import DaemonConnection
+    from torchwcache_nn.adapter import NNAdapter
 
-    target, name = {
-        "load": (attaching._Production, "load"),
-        "capture": (attaching, "capture_module"),
-        "publish": (DaemonConnection, "commit"),
-    }[at]
-    function = getattr(target, name)
-
-    def stopping(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs) if at == "load" else None
+    def stop() -> None:
         here.tell(at)
         deadline_s = time.monotonic() + 60
         while not os.path.exists(release):
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"nobody released the producer that stopped at {at}")
             time.sleep(0.01)
-        return result if at == "load" else function(*args, **kwargs)
 
-    here.patch(target, name, stopping)
+    load, phase, commit = NNAdapter.load, Heartbeat.phase, DaemonConnection.commit
+
+    def load_and_stop(*args: Any, **kwargs: Any) -> Any:
+        result = load(*args, **kwargs)
+        stop()
+        return result
+
+    def stop_before_capture(self: Heartbeat, name: str) -> None:
+        phase(self, name)
+        if name == "capture":
+            stop()
+
+    def stop_and_commit(*args: Any, **kwargs: Any) -> Any:
+        stop()
+        return commit(*args, **kwargs)
+
+    match at:
+        case "load":
+            here.patch(NNAdapter, "load", load_and_stop)
+        case "capture":
+            here.patch(Heartbeat, "phase", stop_before_capture)
+        case "publish":
+            here.patch(DaemonConnection, "commit", stop_and_commit)
     return attach(here, **order)
 
 
