@@ -80,6 +80,7 @@ class Attaching:
         self.description: Description
         self.identity: CheckpointIdentity
         self.method: str
+        self.asked: Fingerprint | None = None
         self.connection: DaemonConnection | None = None
 
     # ---- what is asked for ---------------------------------------------------------------------------------------------------
@@ -104,7 +105,13 @@ class Attaching:
             self.report.slot = self.slot
 
     def fingerprint(self, content: Content) -> Fingerprint:
-        """The fingerprint for a content."""
+        """The fingerprint for a content.
+
+        All the rest is looked at once, before the load: a load may change classes and settings that count (design D5), and every
+        client asks by what they were before.
+        """
+        if self.asked is not None:
+            return self.asked.with_content(content)
         description = self.description
         environment = environment_stamp(
             self.cfg.device,
@@ -113,7 +120,7 @@ class Attaching:
             computes=description.computes or self.cfg.finalize is not None,
             environ=os.environ,
         )
-        return fingerprint_of(
+        self.asked = fingerprint_of(
             self.cfg,
             description,
             environment,
@@ -124,6 +131,7 @@ class Attaching:
             quantization=self.method,
             entry_device=str(self.memory.device),
         )
+        return self.asked
 
     # ---- the flow ------------------------------------------------------------------------------------------------------------
 

@@ -113,6 +113,13 @@ class Fingerprint:
         rest = VDict(tuple((key, item) for key, item in value.items if key != VStr("checkpoint")))
         return cls(xxhash.xxh3_128_hexdigest(data), xxhash.xxh3_128_hexdigest(canonical_bytes(rest)), data)
 
+    def with_content(self, content: tuple[str, str]) -> Fingerprint:
+        """The same model with another content of its checkpoint; see :func:`fingerprint_of`."""
+        value = from_bytes(self.data)
+        assert isinstance(value, VDict)
+        checkpoint = encode({"content": tuple(content)})
+        return self._of(VDict(tuple((key, checkpoint if key == VStr("checkpoint") else item) for key, item in value.items)))
+
     def encode(self) -> bytes:
         """Bytes for the daemon, which keeps them beside the entry for clients that want to know what differs."""
         return self.data
