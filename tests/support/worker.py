@@ -283,7 +283,7 @@ def opened(here: Here) -> list[str]:
 
 def settle(here: Here, *, environment: dict[str, str]) -> None:
     """Begin a test: with these variables, and none of another test."""
-    for name in [name for name in os.environ if name.startswith("TORCHWCACHE_")]:
+    for name in [name for name in os.environ if name.startswith(("TORCHWCACHE_", "TEST_"))]:
         del os.environ[name]
     os.environ.update(environment)
 
