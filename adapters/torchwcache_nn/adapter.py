@@ -13,7 +13,7 @@ from torch import nn
 
 from torchwcache.adapter import CaptureRules, Description, LoadContext, LoadResult
 from torchwcache.config import ModelConfig
-from torchwcache.errors import BuildError
+from torchwcache.errors import BuildError, WeightCacheError
 from torchwcache.identity.code import tree_code_fields
 from torchwcache.loaders.base import Loader
 from torchwcache.loaders.huggingface import HuggingFaceLoader
@@ -86,6 +86,10 @@ class NNAdapter:
             with init_empty_weights(include_buffers=True):
                 return self._mode(loader.build_module(cfg)), "meta"
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as first:
+            # What is wrong with the folder or the options has nothing to do with the meta device.
+            if isinstance(first, WeightCacheError) and not isinstance(first, BuildError):
+                raise
+            loader.model_class(cfg, loader.config(cfg))
             try:
                 with parameters_on_meta():
                     return self._mode(loader.build_module(cfg)), "parameters-meta"

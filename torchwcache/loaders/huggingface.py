@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -219,6 +219,8 @@ class HuggingFaceLoader:
             torch.manual_seed(cfg.seed)
         context.progress(0, total)
         folder = self.folder(cfg)
+        # Transformers' own error about sizes refers to a log; its report names each tensor.
+        wanted = kwargs.pop("ignore_mismatched_sizes", False)
         try:
             module, report = cls.from_pretrained(
                 folder,
@@ -227,6 +229,7 @@ class HuggingFaceLoader:
                 output_loading_info=True,
                 use_safetensors=True,
                 local_files_only=True,
+                ignore_mismatched_sizes=True,
                 **({} if cfg.device == "cpu" else {"device_map": {"": cfg.device}}),
                 **kwargs,
             )
@@ -239,6 +242,8 @@ class HuggingFaceLoader:
         except (ValueError, TypeError, ImportError, AttributeError) as error:
             raise BuildError(f"{cls.__qualname__} cannot be loaded: {type(error).__name__}: {error}") from error
         context.progress(total, total)
+        if report["mismatched_keys"] and not wanted:
+            raise _sizes_differ(folder, cls, report["mismatched_keys"])
         initialized = sorted({*report["missing_keys"], *(item[0] for item in report["mismatched_keys"])})
         unexpected = sorted(report["unexpected_keys"])
         notes = [f"not used by {cls.__qualname__}: {', '.join(unexpected[:10])}"] if unexpected else []
@@ -296,6 +301,14 @@ def _overridden(raw: Mapping[str, Any], config: Any, overrides: Mapping[str, Any
         else:
             raise ConfigError(f"{where}: {type(config).__name__} has no such field")
     return merged
+
+
+def _sizes_differ(folder: Path, cls: Any, keys: Iterable[tuple[str, Any, Any]]) -> StateDictError:
+    mismatched = sorted((name, f"{tuple(found)} in the checkpoint, {tuple(needed)} in the model") for name, found, needed in keys)
+    shown = "; ".join(f"{name}: {sizes}" for name, sizes in mismatched[:10]) + ("; ..." if len(mismatched) > 10 else "")
+    return StateDictError(
+        f"{folder}: does not fit {cls.__qualname__}: the sizes of {len(mismatched)} tensors differ ({shown})", mismatched=mismatched
+    )
 
 
 def _extra_files(config: Mapping[str, Any]) -> tuple[str, ...]:
