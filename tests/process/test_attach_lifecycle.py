@@ -31,13 +31,13 @@ def use_after_leaving(here, *, cfg):
     attachment = WeightCache.attach(worker.config(cfg))
     with attachment as model:
         kept = model.block.weight
-        before = digest(kept)
+        before, rows = digest(kept), kept.detach().clone()
         block, containers = model.block, model.conv_weights
         inputs = example_inputs(model)
         model(**inputs)
     attempts = {
         "forward": lambda: model(**inputs),
-        "a submodule": lambda: block(kept),
+        "a submodule": lambda: block(rows),
         "state_dict": model.state_dict,
         "a tensor in a list": lambda: containers[0] + 1,
         "a parameter": lambda: model.embed.sum(),
