@@ -68,14 +68,14 @@ def not_safetensors(folder):
 def index_without_shard(folder):
     cfg = plain(folder)
     names = list(load_file(cfg["checkpoint"]))
-    index = {"weight_map": {name: "model-00002-of-00002.safetensors" for name in names}}
+    index = {"weight_map": dict.fromkeys(names, "model-00002-of-00002.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return {**cfg, "checkpoint": str(folder / "model.safetensors.index.json")}
 
 
 def index_without_tensor(folder):
     cfg = plain(folder)
-    index = {"weight_map": {name: "model.safetensors" for name in [*load_file(cfg["checkpoint"]), "block.other"]}}
+    index = {"weight_map": dict.fromkeys([*load_file(cfg["checkpoint"]), "block.other"], "model.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return {**cfg, "checkpoint": str(folder / "model.safetensors.index.json")}
 
