@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from typing import TYPE_CHECKING
 
 from torchwcache.adapter import LoadContext, LoadResult
@@ -55,17 +56,29 @@ class Production:
                 self.identity.check_unchanged()
             except BaseException as error:
                 self.attaching.abort(self.ticket, f"the load failed: {type(error).__name__}: {error}"[:4000])
-                raise
-            try:
-                return self.publish(result, writer, heartbeat, classes)
-            except REFUSALS as error:
-                return self.refuse(error, result)
-            except UNUSABLE as error:
-                self.attaching.abort(self.ticket, f"{type(error).__name__}: {error}"[:4000])
-                return self.give_up(error, result)
-            except BaseException as error:
-                self.attaching.abort(self.ticket, f"{type(error).__name__}: {error}"[:4000])
-                raise
+                if not isinstance(error, UNUSABLE):
+                    raise
+                # Segments ran out, not the model. What was loaded so far is let go of before anything is loaded elsewhere.
+                traceback.clear_frames(error.__traceback__)
+                no_segments = error
+            else:
+                return self.publish_or_serve(result, writer, heartbeat, classes)
+        return self.attaching.unavailable(no_segments)
+
+    def publish_or_serve(
+        self, result: LoadResult, writer: SegmentWriter, heartbeat: Heartbeat, classes: ClassSnapshot
+    ) -> Attachment:
+        """Publish what was loaded, or serve it without that."""
+        try:
+            return self.publish(result, writer, heartbeat, classes)
+        except REFUSALS as error:
+            return self.refuse(error, result)
+        except UNUSABLE as error:
+            self.attaching.abort(self.ticket, f"{type(error).__name__}: {error}"[:4000])
+            return self.give_up(error, result)
+        except BaseException as error:
+            self.attaching.abort(self.ticket, f"{type(error).__name__}: {error}"[:4000])
+            raise
 
     def load(self, writer: SegmentWriter, heartbeat: Heartbeat) -> LoadResult:
         """The adapter's own pipeline, into segments where it can."""
