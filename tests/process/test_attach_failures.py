@@ -186,23 +186,27 @@ def test_mode_off_needs_no_daemon_and_starts_none(workers, private_socket, linke
     assert not os.path.exists(private_socket)
 
 
-def test_memory_that_runs_out_half_way(workers, daemon, tmp_path):
+@pytest.mark.parametrize("when", ["while loading", "while packing"])
+def test_memory_that_runs_out_half_way(when, workers, daemon, tmp_path):
     """There was room when it was asked for, and then there was not: nothing is published, and the model serves."""
     cfg = {
         "checkpoint": plain_models.save(plain_models.Wide, tmp_path / "wide.safetensors"),
         "build": "support.plain_models:Wide",
+        "finalize": "support.plain_models:replace_weights",  # so that packing needs segments besides those that were loaded into
     }
+    order = {"cfg": cfg, "allocations": 0 if when == "while loading" else 1}
     one, other = workers.several(2)
-    report = one.do(attach_until_memory_ends, cfg=cfg, allocations=0)
+    report = one.do(attach_until_memory_ends, **order)
     assert (report["source"], report["published"]) == ("disk", False)
     (warning,) = report["warnings"]
     assert "SegmentMemoryError" in warning
     assert one.do(worker.entries) == []
-    error = one.fails(attach_until_memory_ends, cfg=cfg, allocations=0, name="strict", on_unavailable="error")
+    error = one.fails(attach_until_memory_ends, **order, name="strict", on_unavailable="error")
     assert error.type == "SegmentMemoryError"
     made = other.do(worker.attach, cfg=cfg)
     assert made["published"], "whoever has the memory can publish: no production was left behind"
     assert one.do(worker.output) == other.do(worker.output)
+    assert one.do(worker.footprint)["memfds"] == 0
 
 
 def attach_until_memory_ends(here, *, allocations, **order):

@@ -196,6 +196,12 @@ class Wide(nn.Module):
         return x
 
 
+def replace_weights(module: nn.Module) -> None:
+    """Work after loading that puts every weight into memory of its own, as repacking does."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone()
+
+
 class Partial(nn.Module):
     """Initializes its head at random; checkpoints of the trunk alone exist."""
 
