@@ -1,0 +1,176 @@
+"""What every benchmark of this project has in common: the JSON it writes, the table it prints, and its part of the documentation.
+
+A result file has ``machine``, ``versions``, ``rows`` and ``targets``. A target that was missed stays in it, and in the
+documentation, with what was measured.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What was aimed at, and what came out: ``measured`` must not exceed ``target``."""
+
+    name: str
+    target: float
+    measured: float
+    unit: str
+
+    @property
+    def met(self) -> bool:
+        return self.measured <= self.target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """One table of the documentation: rows of one ``kind``, with a heading for each of their keys that is shown."""
+
+    kind: str
+    title: str
+    columns: Mapping[str, str]
+    text: str = ""
+
+
+@dataclass(slots=True)
+class Report:
+    """Collects rows and targets."""
+
+    name: str
+    rows: list[Row] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+    started: datetime.datetime = field(default_factory=lambda: datetime.datetime.now(datetime.UTC))
+    machine: dict[str, Any] = field(default_factory=lambda: describe_machine())
+
+    def add(self, kind: str, **values: Any) -> Row:
+        row = {"kind": kind, **values}
+        self.rows.append(row)
+        return row
+
+    def as_dict(self, *, complete: bool, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "benchmark": self.name,
+            "date": self.started.date().isoformat(),
+            "complete": complete,
+            "options": dict(options),
+            "machine": {**self.machine, "load_average_at_end": load_average()},
+            "versions": versions(),
+            "rows": self.rows,
+            "targets": [{**asdict(target), "met": target.met} for target in self.targets],
+        }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and least of repeated measurements: what is usual, and what the machine does when nobody else uses it."""
+    return {"median": median(values), "min": min(values), "repeats": len(values)}
+
+
+def describe_machine() -> dict[str, Any]:
+    memory = re.search(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    model = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    return {
+        "cpu": model[1].strip() if model else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(int(memory[1]) / 2**20, 1) if memory else None,
+        "kernel": platform.release(),
+        "load_average_at_start": load_average(),
+    }
+
+
+def load_average() -> float:
+    """Of the last minute. Near or above the number of cores, something else was running and times are too long."""
+    return round(os.getloadavg()[0], 2)
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("torchwcache", "torch", "transformers", "safetensors", "accelerate", "xxhash", "msgspec"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write(path: Path, result: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------------
+
+
+def shown(value: Any) -> str:
+    """A cell."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "**no**"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def markdown_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:
+    cells = [list(columns.values()), *([shown(row.get(key)) for key in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    lines = ["| " + " | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) + " |" for line in cells]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+TARGET_COLUMNS = {"name": "Target", "target": "At most", "measured": "Measured", "unit": "Unit", "met": "Met"}
+
+
+def tables_text(result: Mapping[str, Any], tables: Sequence[Table], *, heading: str) -> str:
+    """All tables of a result, targets first."""
+    parts = [f"{heading} Targets", markdown_table(TARGET_COLUMNS, result["targets"])]
+    for table in tables:
+        rows = [row for row in result["rows"] if row["kind"] == table.kind]
+        if rows:
+            parts += [f"{heading} {table.title}", *([table.text] if table.text else []), markdown_table(table.columns, rows)]
+    return "\n\n".join(parts)
+
+
+def section(result: Mapping[str, Any], *, title: str, text: str, tables: Sequence[Table]) -> str:
+    """A benchmark's part of the documentation; every number in it comes from ``result``."""
+    machine = result["machine"]
+    loads = f"{shown(machine['load_average_at_start'])} at the start, {shown(machine['load_average_at_end'])} at the end"
+    facts = [
+        f"Measured on {result['date']} by `{command(result)}`.",
+        f"Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB of memory, Linux {machine['kernel']}; "
+        f"load average {loads}.",
+        "Versions: " + ", ".join(f"{name} {version}" for name, version in result["versions"].items()) + ".",
+    ]
+    missed = [target["name"] for target in result["targets"] if not target["met"]]
+    facts.append(f"Targets missed: {'; '.join(missed)}." if missed else "All targets are met.")
+    return "\n\n".join([f"## {title}", text, "\n".join(f"- {fact}" for fact in facts), tables_text(result, tables, heading="###")])
+
+
+def command(result: Mapping[str, Any]) -> str:
+    return f"python benchmarks/{result['benchmark']}.py" + ("" if result["complete"] else " --quick")
+
+
+def replace_section(page: str, name: str, text: str) -> str:
+    """Put ``text`` between this benchmark's marks in a page, or at its end."""
+    start, end = f"<!-- {name}: written by the script from its JSON -->", f"<!-- end of {name} -->"
+    block = f"{start}\n\n{text}\n\n{end}"
+    before, found, rest = page.partition(start)
+    return before + block + rest.partition(end)[2] if found else f"{page.rstrip()}\n\n{block}\n"
