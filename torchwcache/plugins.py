@@ -6,7 +6,10 @@ name are an error that names both: never a guess.
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Iterable
+from functools import lru_cache
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -94,7 +97,7 @@ class Registry(Generic[T]):
     def _found(self) -> dict[str, list[metadata.EntryPoint]]:
         if self._entry_points is None:
             by_name: dict[str, list[metadata.EntryPoint]] = {}
-            for entry_point in metadata.entry_points(group=self.group):
+            for entry_point in _entry_points(self.group, tuple(sys.path)):
                 same_name = by_name.setdefault(entry_point.name, [])
                 # One distribution seen through two folders of sys.path is still one plugin.
                 if _describe(entry_point) not in map(_describe, same_name):
@@ -130,6 +133,16 @@ class Registry(Generic[T]):
                 name=name,
             )
         return plugin  # type: ignore[no-any-return]
+
+
+def _entry_points(group: str, path: tuple[str, ...]) -> Iterable[metadata.EntryPoint]:
+    return _all_entry_points(path).select(group=group)
+
+
+@lru_cache(maxsize=1)
+def _all_entry_points(path: tuple[str, ...]) -> metadata.SelectableGroups | metadata.EntryPoints:
+    """Those of every group: asking for one group reads the files of every distribution just as well, for each registry anew."""
+    return metadata.entry_points()
 
 
 def _describe(entry_point: metadata.EntryPoint) -> str:
