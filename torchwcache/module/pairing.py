@@ -456,7 +456,8 @@ class _StateEncoder(Encoder):
 
     def __init__(self, pairing: Pairing) -> None:
         super().__init__(entry_device=str(pairing.table.device))
-        self._pairing = pairing
+        # Weakly: the pairing owns this encoder, and a cycle would keep every tensor of the model until a garbage collection.
+        self._pairing = weakref.proxy(pairing)
         self._defined: dict[int, int] = {}
         self._alive: list[Any] = []  # ids are only good while their objects live
 
