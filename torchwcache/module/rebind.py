@@ -104,6 +104,7 @@ class _Rebinding:
             self.apply_class_edits()
             self.raise_problems()
         finally:
+            del self.decoder  # it holds this object: a cycle would keep every tensor until a garbage collection
             if was_enabled:
                 gc.enable()
         left = find_meta_tensors(self.module)
