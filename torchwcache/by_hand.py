@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from torchwcache.adapter import LoadResult
+from torchwcache.adapter import CaptureRules, LoadResult
 from torchwcache.adapters import adapter_for
 from torchwcache.attaching import Attaching, AttachOptions, attach_through_daemon
 from torchwcache.attachment import Attachment
@@ -92,4 +92,5 @@ def verify_against_disk(cfg: ModelConfig, cache: DaemonCache) -> ParityReport:
     with attach_through_daemon(cfg, options) as attached:
         fresh = load_unpublished(cfg, adapter, memory_for(cfg.device)).module
         adapter.prepare(cfg, fresh)
-        return compare_modules(fresh, attached, rules=adapter.rules(cfg, fresh))
+        rules = adapter.rules(cfg, fresh)
+        return compare_modules(fresh, attached, rules=CaptureRules(ignore={**rules.ignore, **cfg.ignore}))

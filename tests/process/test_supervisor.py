@@ -344,7 +344,7 @@ def test_it_finds_the_package_where_its_starter_found_it(private_socket, tmp_pat
 
 
 def test_the_interpreters_own_places_are_not_put_before_the_standard_library():
-    environ = supervisor._environment({"PYTHONPATH": "/somewhere:relative", "OTHER": "1"})
+    environ = supervisor.child_environment({"PYTHONPATH": "/somewhere:relative", "OTHER": "1"})
     paths = environ["PYTHONPATH"].split(":")
     assert paths[:2] == ["/somewhere", os.path.abspath("relative")]
     assert not any(path.endswith("site-packages") for path in paths)

@@ -51,7 +51,7 @@ COMMANDS = {
     "daemon": {*COMMON, "--foreground", "--idle-timeout", "--socket"},
     "load": {*COMMON, *MODEL, "--json", "--socket", "--timeout"},
     "status": {*COMMON, "--json", "--socket"},
-    "verify": {*COMMON, *MODEL, "--json", "--socket"},
+    "verify": {*COMMON, *MODEL, "--deep", "--inputs", "--json", "--socket", "--timeout"},
     "evict": {*COMMON, "--all", "--refusals", "--slot", "--socket", "KEY"},
     "stop": {*COMMON, "--socket", "--timeout"},
     "demo": {*COMMON, "--tiny"},

@@ -11,7 +11,12 @@ from typing import Any
 from torchwcache.config import Identity, ModelConfig, Role
 from torchwcache.errors import ConfigError
 
-__all__ = ["add_model_arguments", "model_config"]
+__all__ = ["add_model_arguments", "model_arguments", "model_config"]
+
+_NAMES = (
+    "checkpoint", "build", "build_kwargs", "build_meta", "finalize", "dtype", "device", "override", "quantization", "role",
+    "identity", "revision", "trust_remote_code", "no_strict", "seed", "loader", "adapter", "code_version",
+)  # fmt: skip
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +44,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--loader", help="name of a loader (default: chosen by the adapter)")
     model.add_argument("--adapter", help="name of an adapter (default: the one that accepts the model)")
     model.add_argument("--code-version", help="your own version of --build and --finalize, where their source cannot be read")
+
+
+def model_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that :func:`model_config` reads, as plain values: another process can make the same configuration of them."""
+    return {name: getattr(args, name) for name in _NAMES}
 
 
 def model_config(args: argparse.Namespace) -> ModelConfig:

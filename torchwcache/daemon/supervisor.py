@@ -141,13 +141,13 @@ def _spawn(path: str, log: int, told: int, idle_timeout_s: float | None) -> subp
         stdout=log,
         stderr=log,
         cwd="/",
-        env=_environment(os.environ),
+        env=child_environment(os.environ),
         start_new_session=True,
         pass_fds=(told,),
     )
 
 
-def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Ours, with a ``PYTHONPATH`` that has what this process imports from elsewhere than its interpreter's own places.
 
     Those places are not repeated: in ``PYTHONPATH`` they would come before the standard library.

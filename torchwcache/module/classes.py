@@ -12,7 +12,7 @@ from torchwcache.errors import EncodingError
 from torchwcache.manifest import ClassEdit
 from torchwcache.module.graph import type_name
 
-__all__ = ["ClassSnapshot", "encode_class_value", "tree_classes"]
+__all__ = ["ClassSnapshot", "class_attributes", "encode_class_value", "tree_classes"]
 
 _CODE = (types.FunctionType, staticmethod, classmethod, property, type, types.GetSetDescriptorType, types.MemberDescriptorType)
 _encoder = Encoder()
@@ -33,7 +33,8 @@ def encode_class_value(value: Any) -> Value | None:
         return None
 
 
-def _attributes(cls: type) -> dict[str, Any]:
+def class_attributes(cls: type) -> dict[str, Any]:
+    """What a class itself holds that is neither code nor of Python's own making."""
     return {
         name: value
         for name, value in cls.__dict__.items()
@@ -48,7 +49,7 @@ class ClassSnapshot:
         self._classes = tree_classes(module)
         # Values are kept both encoded (a list that is changed in place is the same object) and as objects (for what is opaque).
         self._before = {
-            name: {attribute: (value, encode_class_value(value)) for attribute, value in _attributes(cls).items()}
+            name: {attribute: (value, encode_class_value(value)) for attribute, value in class_attributes(cls).items()}
             for name, cls in self._classes.items()
         }
 
@@ -57,7 +58,7 @@ class ClassSnapshot:
         edits: list[ClassEdit] = []
         problems: list[tuple[str, str]] = []
         for name, cls in self._classes.items():
-            before, now = self._before[name], _attributes(cls)
+            before, now = self._before[name], class_attributes(cls)
             for attribute in before.keys() | now.keys():
                 old_object, old = before.get(attribute, (None, None))
                 new_object = now.get(attribute)

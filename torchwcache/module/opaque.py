@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["OpaqueComparison", "same_opaque", "same_type"]
+__all__ = ["STATELESS", "OpaqueComparison", "same_opaque", "same_type"]
 
 
 class OpaqueComparison(enum.Enum):
@@ -22,7 +22,7 @@ class OpaqueComparison(enum.Enum):
 
 
 # A lock that the build made is as good as the one that the load used: nobody holds it across processes.
-_STATELESS = (type(threading.Lock()), type(threading.RLock()), logging.Logger, re.Pattern, object)
+STATELESS = (type(threading.Lock()), type(threading.RLock()), logging.Logger, re.Pattern, object)
 _MAX_DEPTH = 20
 
 
@@ -66,7 +66,7 @@ def same_opaque(a: Any, b: Any, depth: int = 0) -> OpaqueComparison:
         return OpaqueComparison.SAME
     if type(a) is not type(b):
         return OpaqueComparison.DIFFERENT
-    if type(a) in _STATELESS and type(a) is not re.Pattern:
+    if type(a) in STATELESS and type(a) is not re.Pattern:
         return OpaqueComparison.SAME
     if isinstance(a, torch.Generator):
         same = a.device == b.device and torch.equal(a.get_state(), b.get_state())

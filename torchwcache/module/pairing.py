@@ -41,7 +41,7 @@ from torchwcache.module.graph import ATOMIC_TYPES, HOOK_DICTS, MODULE_TABLES, ch
 from torchwcache.module.opaque import OpaqueComparison, same_opaque, same_type
 from torchwcache.module.tensors import TensorTable
 
-__all__ = ["Pairing"]
+__all__ = ["Pairing", "has_state"]
 
 _REMOVED = object()
 _MUTABLE = (list, dict, set, deque)
@@ -235,7 +235,7 @@ class Pairing:
             return self._pair_functions(node)
         elif isinstance(a, functools.partial):
             return self._pair_partials(node)
-        elif not _has_state(a):
+        elif not has_state(a):
             return self._pair_opaque(node)
         self._attributes(node, a, b)
         return True
@@ -392,7 +392,7 @@ class Pairing:
     def helper_nodes(self) -> Iterator[_Node]:
         """Objects with attributes that are not modules of the tree: configs and the like."""
         for node in list(self._mates.values()):
-            if node.parent is not None and isinstance(getattr(node.built, "__dict__", None), dict) and _has_state(node.built):
+            if node.parent is not None and isinstance(getattr(node.built, "__dict__", None), dict) and has_state(node.built):
                 yield node
 
     def mate_of(self, obj: Any) -> _Node | None:
@@ -513,7 +513,7 @@ def _same_atom(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _has_state(obj: Any) -> bool:
+def has_state(obj: Any) -> bool:
     """Whether all that an object holds can be listed: attributes and slots, and no C base that keeps data to itself."""
     heap_type = 1 << 9
     if not all(base.__flags__ & heap_type or base is types.SimpleNamespace for base in type(obj).__mro__[:-1]):

@@ -13,25 +13,13 @@ from torchwcache.adapter import CaptureRules
 from torchwcache.encoding import Value, VStr, VTensor, VWeakref, encode, to_bytes
 from torchwcache.errors import EncodingError
 from torchwcache.manifest import Edit
+from torchwcache.module.difference import Difference, partition_differences
 from torchwcache.module.pairing import Pairing
 from torchwcache.module.replace import replace_tensors
 from torchwcache.module.storages import byte_view, dtype_name, group_storages, tensor_extent
 from torchwcache.module.tensors import TensorTable, class_name_of
 
 __all__ = ["Difference", "ParityReport", "compare_modules"]
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One thing in which two modules differ: where, what, and both values in words."""
-
-    path: str
-    what: str
-    expected: str
-    found: str
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.what}: expected {self.expected}, found {self.found}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +72,7 @@ def compare_modules(
     for path, a, b in zip(common, left, right, strict=True):
         differences += _tensor_differences(path, a, b, requires_grad)
         differences += _tensor_attribute_differences(path, a, b)
-    differences += _partition_differences(common, [id(t) for t in left], [id(t) for t in right], "is the same tensor as")
+    differences += partition_differences(common, [id(t) for t in left], [id(t) for t in right], "is the same tensor as")
     differences += _storage_differences(common, left, right)
     differences += _persistence_differences(expected, found)
     differences += _state_differences(expected, found, rules)
@@ -163,16 +151,6 @@ def _digest(tensor: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def _partition_differences(paths: Sequence[str], a: Sequence[int], b: Sequence[int], what: str) -> Iterable[Difference]:
-    """Places that are one and the same on one side must be so on the other."""
-    first_a: dict[int, int] = {}
-    first_b: dict[int, int] = {}
-    for i, path in enumerate(paths):
-        x, y = first_a.setdefault(a[i], i), first_b.setdefault(b[i], i)
-        if x != y:
-            yield Difference(path, what, paths[x] if x != i else "no other", paths[y] if y != i else "no other")
-
-
 def _storage_differences(paths: Sequence[str], a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> Iterable[Difference]:
     if any(t.is_meta for t in (*a, *b)):
         return
@@ -188,7 +166,7 @@ def _storage_differences(paths: Sequence[str], a: Sequence[torch.Tensor], b: Seq
         offsets = [tensor_extent(t)[0] - firsts[numbers[i]] if i in owner else 0 for i, t in enumerate(tensors)]
         sides.append((numbers, offsets))
     (numbers_a, offsets_a), (numbers_b, offsets_b) = sides
-    yield from _partition_differences(paths, numbers_a, numbers_b, "shares memory with")
+    yield from partition_differences(paths, numbers_a, numbers_b, "shares memory with")
     for i, path in enumerate(paths):
         if offsets_a[i] != offsets_b[i]:
             yield Difference(path, "offset in shared memory (bytes)", str(offsets_a[i]), str(offsets_b[i]))
