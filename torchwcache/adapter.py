@@ -75,7 +75,8 @@ class LoadContext:
         allocate: Gives a zeroed one-dimensional uint8 tensor of so many bytes in segment memory: what is loaded there needs no
             copy when it is published.
         expect: Told beforehand the sizes of what will be allocated, so that few segments of the right size are made.
-        read_file: ``Memory.read_file``: fills a tensor from a file descriptor at an offset.
+        read_file: ``Memory.read_file``: fills a contiguous tensor, on the device of what ``allocate`` gives, from a file descriptor
+            at an offset. Any thread may call it. What is read by it is hashed on the way; what is not is read a second time.
         progress: Called with bytes done and bytes in all.
     """
 

@@ -10,6 +10,7 @@ from torchwcache.adapter import LoadContext, LoadResult
 from torchwcache.attachment import Attachment
 from torchwcache.config import Policy
 from torchwcache.errors import DaemonError, WeightCacheError
+from torchwcache.hashed_reads import HashedReads
 from torchwcache.module.classes import ClassSnapshot
 from torchwcache.module.pack import SegmentWriter
 from torchwcache.production import (
@@ -83,7 +84,10 @@ class Production:
     def load(self, writer: SegmentWriter, heartbeat: Heartbeat) -> LoadResult:
         """The adapter's own pipeline, into segments where it can."""
         context = LoadContext(
-            allocate=writer.allocate, expect=writer.expect, read_file=self.memory.read_file, progress=heartbeat.update
+            allocate=writer.allocate,
+            expect=writer.expect,
+            read_file=HashedReads(self.memory, self.identity).read_file,
+            progress=heartbeat.update,
         )
         with self.report.phase("load"):
             result = self.adapter.load(self.cfg, context)

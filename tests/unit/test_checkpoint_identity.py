@@ -121,8 +121,8 @@ def test_where_one_file_ends_and_the_next_begins_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 200])
 def test_the_number_of_threads_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(hashing, "CHUNK_NBYTES", 64)
-    monkeypatch.setattr(hashing, "_BUFFER_NBYTES", 10)
+    monkeypatch.setattr(hashing, "LEAF_NBYTES", 10)
+    monkeypatch.setattr(hashing, "_SPAN_NBYTES", 64)
     path = tmp_path / "file"
     path.write_bytes(os.urandom(size))
     found = {hash_files(CheckpointFiles.single(path), threads=threads) for threads in (1, 2, 5)}
@@ -137,7 +137,7 @@ def test_the_number_of_threads_does_not_matter(tmp_path: Path, monkeypatch: pyte
 def test_the_digest_is_what_it_was(tmp_path: Path) -> None:
     """It is on people's disks, in their memo: a change needs a new memo file name."""
     (tmp_path / "a").write_bytes(b"weights")
-    assert hash_files(files_of(tmp_path)) == "df6657a87bdfa0fd228d56ee7d3ce0ff"
+    assert hash_files(files_of(tmp_path)) == "1d443710fb3e1221bf266809f7fe8ccf"
 
 
 # ---- remembering -------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from torchwcache.config import Identity
 from torchwcache.errors import CheckpointChangedError, CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
-from torchwcache.identity.hashing import ContentHasher, combine, sample_file
+from torchwcache.identity.hashing import ContentHasher, FileHash, combine, sample_file
 from torchwcache.identity.memo import Memo
 
 __all__ = [
@@ -139,8 +139,8 @@ class CheckpointIdentity:
 
     The files' stat is taken once, when this object is made; everything it answers later is about the files as they were then.
     A client asks :meth:`remembered`; a producer that has to read anyway asks for the :meth:`provisional` key, calls
-    :meth:`start_background`, loads, and gets the digest from :meth:`finish`. Also a context manager: leaving it stops a hash
-    that nobody waits for any more.
+    :meth:`start_background`, loads, hands in what it reads to the file that :meth:`being_hashed` gives, and gets the digest from
+    :meth:`finish`. Also a context manager: leaving it stops a hash that nobody waits for any more.
 
     Args:
         files: What the loader will open.
@@ -209,12 +209,21 @@ class CheckpointIdentity:
         if self._content is not None or self._hasher is not None or self.mode is Identity.SAMPLED:
             return
         known = self._memo.lookup(self._stats) if self.mode is Identity.FULL else {}
-        todo = [(path, item.size) for path, item in zip(self.files.paths, self._stats, strict=True) if item not in known]
+        todo = {item: path for path, item in zip(self.files.paths, self._stats, strict=True) if item not in known}
         self._hasher = ContentHasher(todo, known=known, threads=self._threads)
         self._hasher.start()
 
+    def being_hashed(self, fd: int) -> FileHash | None:
+        """The file behind an open descriptor, to hand in bytes that are now read from it: those need not be read again.
+
+        ``None`` when there is nothing to hand in: no hash is under way, the file's digest is known, it is none of the
+        checkpoint's, or it is not as it was when this object was made.
+        """
+        # Asked anew for each read: a number is soon that of another file.
+        return None if self._hasher is None else self._hasher.file(StatIdentity.of(os.fstat(fd)))
+
     def finish(self) -> Content:
-        """Wait for the background hash, check that no file changed meanwhile, remember the result, and return it.
+        """Read what did not pass by, check that no file changed meanwhile, remember the result, and return it.
 
         Raises:
             CheckpointChangedError: A file changed since this object was made.
@@ -231,10 +240,7 @@ class CheckpointIdentity:
             self.check_unchanged()  # a file that shrank under our hands has changed; it was not corrupt before
             raise
         self.check_unchanged()
-        digests = {
-            item: fresh[path] if path in fresh else hasher.known[item]
-            for path, item in zip(self.files.paths, self._stats, strict=True)
-        }
+        digests = hasher.known | fresh
         self._content = self._combined([digests[item] for item in self._stats])
         if self.mode is Identity.FULL:
             self._memo.store({item: digest for item, digest in digests.items() if is_settled([item], self._now_ns)})

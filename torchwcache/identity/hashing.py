@@ -1,15 +1,19 @@
-"""Hash files fast enough to do it during a load. Imports no torch.
+"""Hash files while they are loaded, from the memory that the load has just filled where that is possible. Imports no torch.
 
-A file's digest is the xxh3-128 over its size and the xxh3-128 digests of its 64 MiB chunks, so that several threads can work on
-one file (xxhash and ``preadv`` both release the GIL). Files are read, not mapped: a file that is truncated meanwhile gives an
-error, where a mapping would give SIGBUS.
+A file's digest is the xxh3-128 over its size (8 bytes, little endian) followed by the xxh3-128 digests (16 bytes each, in the
+canonical big-endian form) of its leaves in their order. A leaf is 1 MiB of the file; the last one is what remains, and an empty
+file has none. So leaves can be digested in any order and by any thread (xxhash and ``preadv`` both release the GIL), each of them
+by whoever has its bytes in the cache of a core at the moment.
+
+Files are read, not mapped: a file that is truncated meanwhile gives an error, where a mapping would give SIGBUS.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,15 +22,18 @@ from torchwcache.errors import CheckpointError, CheckpointNotFoundError, Corrupt
 if TYPE_CHECKING:
     from torchwcache.identity.checkpoint import StatIdentity
 
-__all__ = ["CHUNK_NBYTES", "ContentHasher", "combine", "sample_file"]
+__all__ = ["LEAF_NBYTES", "ContentHasher", "FileHash", "combine", "sample_file"]
 
-CHUNK_NBYTES = 64 << 20
-"""The unit of work of one thread. Part of the digest's definition: changing it changes every digest."""
-_BUFFER_NBYTES = 1 << 20  # stays in the second-level cache between being read and being hashed
+LEAF_NBYTES = 1 << 20
+"""Part of the digest's definition: changing it changes every digest. So much stays in the second-level cache between being read
+and being hashed."""
+_SPAN_NBYTES = 64 << 20  # what one thread takes at a time, and what the kernel is told of beforehand
+_QUIET_S = 0.1
+_PARTIAL_LEAVES = 32
 _SAMPLE_NBYTES = 64 << 10
 _SAMPLES = 16
 _SMALL_NBYTES = 4 << 20
-_VERSION = b"torchwcache-checkpoint-1"
+_VERSION = b"torchwcache-checkpoint-2"
 
 
 def combine(kind: str, items: Iterable[tuple[str, bytes]]) -> str:
@@ -93,96 +100,278 @@ def _sample_ranges(fd: int, path: Path, nbytes: int) -> list[tuple[int, int]]:
     return [(0, start), *((spot, min(spot + _SAMPLE_NBYTES, nbytes)) for spot in spots)]
 
 
-class ContentHasher:
-    """Hashes files in background threads.
+class FileHash:
+    """The leaves of one file, as far as they are known. Safe to use from any number of threads.
 
     Args:
-        files: ``(path, size)``.
+        path: Where to read what did not pass by.
+        nbytes: The file's size.
+        passing: Leaves that pass by in parts, of all files.
+    """
+
+    def __init__(self, path: Path, nbytes: int, passing: PassingBytes) -> None:
+        self.path, self.nbytes = path, nbytes
+        self._passing = passing
+        count = -(-nbytes // LEAF_NBYTES)
+        self._digests = bytearray(16 * count)
+        self._known = bytearray(count)
+
+    def feed(self, offset: int, data: memoryview) -> None:
+        """Take bytes that were just read from the file. In any order, also again, also overlapping.
+
+        Args:
+            offset: Of the first byte in the file.
+            data: Contiguous bytes, used before this returns.
+
+        Raises:
+            ValueError: The bytes reach beyond the end of the file.
+        """
+        stop = offset + len(data)
+        if offset < 0 or stop > self.nbytes:
+            raise ValueError(f"{self.path}: bytes {offset} to {stop} lie outside a file of {self.nbytes} bytes")
+        while offset < stop:
+            leaf = offset // LEAF_NBYTES
+            start, end = self.bounds(leaf)
+            length = min(end, stop) - offset
+            if not self._known[leaf]:
+                if length == end - start:
+                    self.digest_leaf(leaf, data[:length])
+                else:
+                    self._passing.add(self, leaf, offset - start, data[:length])
+            offset, data = offset + length, data[length:]
+        self._passing.noted_s = time.monotonic()
+
+    def bounds(self, leaf: int) -> tuple[int, int]:
+        """First byte of a leaf, and the one after its last."""
+        start = leaf * LEAF_NBYTES
+        return start, min(start + LEAF_NBYTES, self.nbytes)
+
+    def digest_leaf(self, leaf: int, data: memoryview) -> None:
+        """Take all bytes of a leaf."""
+        import xxhash
+
+        self.note(leaf, xxhash.xxh3_128_digest(data))
+
+    def note(self, leaf: int, digest: bytes) -> None:
+        """Note the digest of a leaf."""
+        # The digest first: who sees the mark finds it.
+        self._digests[16 * leaf : 16 * leaf + 16] = digest
+        self._known[leaf] = 1
+        self._passing.drop(self, leaf)
+
+    def missing(self, start: int, stop: int) -> list[int]:
+        """The leaves in a range of bytes that nobody has digested yet."""
+        return [leaf for leaf in range(start // LEAF_NBYTES, -(-stop // LEAF_NBYTES)) if not self._known[leaf]]
+
+    def digest(self) -> bytes:
+        """The file's digest; every leaf must be known."""
+        import xxhash
+
+        assert all(self._known), self.path
+        digest = xxhash.xxh3_128(self.nbytes.to_bytes(8, "little"))
+        digest.update(self._digests)
+        return digest.digest()
+
+
+class _Partial:
+    """A leaf of which only parts passed by so far."""
+
+    __slots__ = ("_digest", "_later", "_later_nbytes", "done", "lock")
+
+    def __init__(self) -> None:
+        import xxhash
+
+        self.lock = threading.Lock()
+        self.done = 0
+        """So many bytes from the start of the leaf are in the digest."""
+        self._digest = xxhash.xxh3_128()
+        self._later: dict[int, bytes] = {}
+        self._later_nbytes = 0
+
+    def add(self, start: int, data: memoryview) -> None:
+        """Digest what continues the leaf, keep a copy of what lies further on, and forget what would take too much memory."""
+        if start > self.done:
+            nbytes = len(data) - len(self._later.get(start, b""))
+            if nbytes > 0 and self._later_nbytes + nbytes <= LEAF_NBYTES:
+                self._later[start] = bytes(data)
+                self._later_nbytes += nbytes
+            return
+        self._continue(start, data)
+        for start in sorted(self._later):
+            if start > self.done:
+                return
+            kept = self._later.pop(start)
+            self._later_nbytes -= len(kept)
+            self._continue(start, memoryview(kept))
+
+    def _continue(self, start: int, data: memoryview) -> None:
+        if start + len(data) > self.done:
+            self._digest.update(data[self.done - start :])
+            self.done = start + len(data)
+
+    def digest(self) -> bytes:
+        return self._digest.digest()
+
+
+class PassingBytes:
+    """When bytes passed by last, and leaves that pass by in parts: a tensor begins or ends within them, or several lie in one.
+
+    Parts that come in order are digested as they come; others are copied, and wait for what lies before them. There are never
+    more than ``_PARTIAL_LEAVES`` leaves of which parts wait, and never more than a leaf's size in each: beyond that the oldest
+    leaf is given up, and read at the end like every leaf that did not pass by. The first leaf of each file is such a one, since
+    nobody hands in the header.
+    """
+
+    def __init__(self) -> None:
+        self.noted_s = time.monotonic()
+        self._lock = threading.Lock()
+        self._partial: dict[tuple[FileHash, int], _Partial] = {}
+
+    def __len__(self) -> int:
+        return len(self._partial)
+
+    def add(self, file: FileHash, leaf: int, start: int, data: memoryview) -> None:
+        """Add a part of a leaf that begins ``start`` bytes into it, and note the leaf's digest if it was the last one."""
+        key = (file, leaf)
+        first, end = file.bounds(leaf)
+        with self._lock:
+            partial = self._partial.get(key)
+            if partial is None:
+                if len(self._partial) >= _PARTIAL_LEAVES:
+                    del self._partial[next(iter(self._partial))]
+                partial = self._partial[key] = _Partial()
+        with partial.lock:
+            partial.add(start, data)
+            digest = partial.digest() if partial.done == end - first else None
+        if digest is not None:
+            file.note(leaf, digest)
+
+    def drop(self, file: FileHash, leaf: int) -> None:
+        """Give up the parts of a leaf that is known now."""
+        with self._lock:
+            self._partial.pop((file, leaf), None)
+
+    def clear(self) -> None:
+        """Free the memory."""
+        with self._lock:
+            self._partial.clear()
+
+
+class ContentHasher:
+    """Hashes files: from what a load hands in while it reads, and in background threads whatever else there is.
+
+    The threads stand back while a load hands in what it reads, since they would only read the same files again. They work when it
+    does not, or not yet (an ``__init__`` that takes its time, a loader that reads by itself), and at the end.
+
+    Args:
+        files: Path by stat; the stat gives the size.
         known: Digests of other files, handed through for the caller.
         threads: How many; by default half the cores, at most four, so that the load itself keeps the other half.
     """
 
     def __init__(
         self,
-        files: Sequence[tuple[Path, int]],
+        files: Mapping[StatIdentity, Path],
         *,
         known: Mapping[StatIdentity, bytes] | None = None,
         threads: int | None = None,
     ) -> None:
         self.known = dict(known or {})
-        self._sizes = dict(files)
-        chunks = [(path, start) for path, size in self._sizes.items() for start in range(0, size, CHUNK_NBYTES)]
-        self._todo = iter(chunks)
-        self._digests: dict[tuple[Path, int], bytes] = {}
+        self._passing = PassingBytes()
+        self._files = {item: FileHash(path, item.size, self._passing) for item, path in files.items()}
+        spans = [(file, start) for file in self._files.values() for start in range(0, file.nbytes, _SPAN_NBYTES)]
+        self._todo = iter(spans)
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._load_is_over = threading.Event()
         wanted = threads if threads is not None else min(4, max(1, (os.cpu_count() or 2) // 2))
         # Daemon threads: a process that is told to exit must not wait until terabytes are hashed.
         self._threads = [
-            threading.Thread(target=self._work, name=f"torchwcache-hash-{i}", daemon=True) for i in range(min(wanted, len(chunks)))
+            threading.Thread(target=self._work, name=f"torchwcache-hash-{i}", daemon=True) for i in range(min(wanted, len(spans)))
         ]
 
     def start(self) -> None:
         """Start the threads."""
+        self._passing.noted_s = time.monotonic()
         for thread in self._threads:
             thread.start()
 
-    def result(self) -> dict[Path, bytes]:
-        """Wait, and return each file's digest.
+    def file(self, stat: StatIdentity) -> FileHash | None:
+        """The file with this stat, if it is one that is being hashed, to hand in what is now read from it."""
+        file = self._files.get(stat)
+        if file is not None:
+            self._passing.noted_s = time.monotonic()
+        return file
+
+    def result(self) -> dict[StatIdentity, bytes]:
+        """Read what did not pass by, and return each file's digest.
 
         Raises:
             CheckpointError: What went wrong in a thread.
         """
-        import xxhash
-
+        self._load_is_over.set()
         for thread in self._threads:
             thread.join()
+        self._passing.clear()
         if self._error is not None:
             raise self._error
-        found: dict[Path, bytes] = {}
-        for path, size in self._sizes.items():
-            digest = xxhash.xxh3_128(size.to_bytes(8, "little"))
-            for start in range(0, size, CHUNK_NBYTES):
-                digest.update(self._digests[path, start])
-            found[path] = digest.digest()
-        return found
+        return {item: file.digest() for item, file in self._files.items()}
 
     def close(self) -> None:
         """Tell the threads to stop, and wait for the few milliseconds that takes. Idempotent."""
         self._stop.set()
+        self._load_is_over.set()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
+        self._passing.clear()
 
     def _work(self) -> None:
         try:
-            buffer = memoryview(bytearray(_BUFFER_NBYTES))
+            buffer = memoryview(bytearray(LEAF_NBYTES))
             while not self._stop.is_set():
                 with self._lock:
-                    chunk = next(self._todo, None)
-                if chunk is None:
+                    span = next(self._todo, None)
+                if span is None:
                     return
-                self._digests[chunk] = self._hash_chunk(*chunk, buffer)
+                self._hash_span(*span, buffer)
         except BaseException as error:  # the top of a thread: kept for result(), which raises it
             self._error = error
             self._stop.set()
 
-    def _hash_chunk(self, path: Path, start: int, buffer: memoryview) -> bytes:
-        import xxhash
+    def _stand_back(self) -> None:
+        """Wait while the load hands in what it reads."""
+        while not self._load_is_over.is_set():
+            quiet_s = time.monotonic() - self._passing.noted_s
+            if quiet_s >= _QUIET_S:
+                return
+            self._load_is_over.wait(_QUIET_S - quiet_s)
 
-        digest = xxhash.xxh3_128()
-        stop = min(start + CHUNK_NBYTES, self._sizes[path])
-        fd = _open(path)
+    def _hash_span(self, file: FileHash, start: int, buffer: memoryview) -> None:
+        self._stand_back()
+        stop = min(start + _SPAN_NBYTES, file.nbytes)
+        missing = file.missing(start, stop)
+        if not missing:
+            return
+        fd = _open(file.path)
         try:
-            # From a cold disk the kernel then reads this chunk in big pieces, ahead of us (and of the loader).
-            os.posix_fadvise(fd, start, stop - start, os.POSIX_FADV_WILLNEED)
-            for offset in range(start, stop, len(buffer)):
-                if self._stop.is_set():
-                    break
-                piece = buffer[: min(len(buffer), stop - offset)]
-                _read(fd, path, piece, offset)
-                digest.update(piece)
+            # From a cold disk the kernel then reads this span in big pieces, ahead of us (and of the loader).
+            first, end = file.bounds(missing[0])[0], file.bounds(missing[-1])[1]
+            os.posix_fadvise(fd, first, end - first, os.POSIX_FADV_WILLNEED)
+            for leaf in self._unknown(file, missing):
+                first, end = file.bounds(leaf)
+                piece = buffer[: end - first]
+                _read(fd, file.path, piece, first)
+                file.digest_leaf(leaf, piece)
         finally:
             os.close(fd)
-        return digest.digest()
+
+    def _unknown(self, file: FileHash, leaves: list[int]) -> Iterator[int]:
+        """Those of the leaves that still did not pass by when their turn comes."""
+        for leaf in leaves:
+            self._stand_back()
+            if self._stop.is_set():
+                return
+            if file.missing(*file.bounds(leaf)):
+                yield leaf

@@ -55,7 +55,7 @@ class Memo:
     def path(self) -> Path:
         """The database file. Its name carries the version of the digests in it."""
         folder = self._folder if self._folder is not None else default_folder()
-        return folder / "checkpoints-1.sqlite3"
+        return folder / "checkpoints-2.sqlite3"
 
     def lookup(self, stats: Iterable[StatIdentity]) -> dict[StatIdentity, bytes]:
         """What is remembered of these files. Never raises: at worst nothing is remembered."""

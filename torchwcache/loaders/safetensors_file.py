@@ -176,9 +176,13 @@ class SafetensorsCheckpoint:
             return
         if target.dtype == info.dtype and target.is_contiguous() and not target.is_conj() and not target.is_neg():
             flat = target.view(-1).view(torch.uint8)
-            for start in range(0, info.nbytes, _PIECE_NBYTES):
-                part = flat[start : start + _PIECE_NBYTES]
+            start = 0
+            while start < info.nbytes:
+                # Cut at round places of the file, whose pages, and leaves of whose hash, are then read by one thread.
+                stop = min(start + _PIECE_NBYTES - (info.offset + start) % _PIECE_NBYTES, info.nbytes)
+                part = flat[start:stop]
                 yield Piece(self, info.shard, _Run(part, info.offset + start, tuple(part.shape)), torch.uint8, read_file)
+                start = stop
             return
         bounds = [(0, size) for size in info.shape]
         for run in _runs(target, info.shape, bounds, info.offset, info.dtype.itemsize):
@@ -243,7 +247,8 @@ class SafetensorsCheckpoint:
                 read_file(self._fds[shard], run.offset, part)
             else:
                 scratch = torch.empty(run.shape, dtype=dtype)
-                read_into_memory(self._fds[shard], run.offset, scratch)
+                # ``read_file`` fills memory on the target's device only.
+                (read_file if part.device == scratch.device else read_into_memory)(self._fds[shard], run.offset, scratch)
                 part.copy_(scratch[(slice(None), *run.inner)] if run.inner else scratch)
         except EOFError as error:
             path = self._paths[shard]
