@@ -223,42 +223,43 @@ def validate(manifest: Manifest, segment_nbytes: Sequence[int]) -> None:
         end = storage.offset + storage.nbytes
         if storage.offset < 0 or storage.nbytes <= 0 or end > manifest.segments[storage.segment]:
             _fail(f"$.storages[{i}]", f"bytes {storage.offset}..{end} lie outside segment {storage.segment}")
-    sizes = [storage.nbytes for storage in manifest.storages]
-    for i, tensor in enumerate(manifest.tensors):
-        _validate_tensor(i, tensor, sizes)
+    _validate_tensors(manifest)
     _validate_modules(manifest)
     _validate_edits(manifest)
 
 
-def _validate_tensor(i: int, tensor: TensorSpec, storage_nbytes: list[int]) -> None:
-    itemsize = ITEMSIZE.get(tensor.dtype)
-    if itemsize is None:
-        _fail(f"$.tensors[{i}].dtype", f"unknown dtype {tensor.dtype!r}")
-        return
-    if len(tensor.shape) != len(tensor.stride):
-        _fail(f"$.tensors[{i}].stride", f"{len(tensor.stride)} strides for {len(tensor.shape)} dimensions")
-    last = tensor.offset
-    empty = False
-    for size, stride in zip(tensor.shape, tensor.stride, strict=True):
-        if size < 0 or stride < 0:
-            _fail(f"$.tensors[{i}]", f"negative size or stride in {tensor.shape}, {tensor.stride}")
-        if size == 0:
-            empty = True
-        last += (size - 1) * stride
-    if tensor.storage == -1:
-        if not empty:
-            _fail(f"$.tensors[{i}].storage", f"a tensor of shape {tensor.shape} needs a storage")
-        return
-    if not 0 <= tensor.storage < len(storage_nbytes):
-        _fail(f"$.tensors[{i}].storage", f"no storage {tensor.storage}")
-    if tensor.offset < 0 or (not empty and (last + 1) * itemsize > storage_nbytes[tensor.storage]):
-        _fail(
-            f"$.tensors[{i}]",
-            f"elements {tensor.offset}..{last} of {itemsize} bytes lie outside storage {tensor.storage} "
-            f"of {storage_nbytes[tensor.storage]} bytes",
-        )
-    if empty and tensor.offset * itemsize > storage_nbytes[tensor.storage]:
-        _fail(f"$.tensors[{i}].offset", "lies outside its storage")
+def _validate_tensors(manifest: Manifest) -> None:
+    nbytes = [storage.nbytes for storage in manifest.storages]
+    reaches: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}  # layers repeat: few layouts, many tensors
+    for i, tensor in enumerate(manifest.tensors):
+        layout = (tensor.dtype, tensor.shape, tensor.stride)
+        reach = reaches.get(layout)
+        if reach is None:
+            reach = reaches[layout] = _reach(f"$.tensors[{i}]", *layout)
+        storage, offset = tensor.storage, tensor.offset
+        if storage == -1:
+            if reach:
+                _fail(f"$.tensors[{i}].storage", f"a tensor of shape {tensor.shape} needs a storage")
+            continue
+        if not 0 <= storage < len(nbytes):
+            _fail(f"$.tensors[{i}].storage", f"no storage {storage}")
+        if offset < 0 or (offset + reach) * ITEMSIZE[tensor.dtype] > nbytes[storage]:
+            _fail(
+                f"$.tensors[{i}]",
+                f"elements {offset}..{offset + reach} of {ITEMSIZE[tensor.dtype]} bytes lie outside storage {storage} "
+                f"of {nbytes[storage]} bytes",
+            )
+
+
+def _reach(path: str, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """How many elements of its storage a tensor spans, from its first to its last; 0 for one without elements."""
+    if dtype not in ITEMSIZE:
+        _fail(f"{path}.dtype", f"unknown dtype {dtype!r}")
+    if len(shape) != len(stride):
+        _fail(f"{path}.stride", f"{len(stride)} strides for {len(shape)} dimensions")
+    if any(size < 0 for size in shape) or any(step < 0 for step in stride):
+        _fail(path, f"negative size or stride in {shape}, {stride}")
+    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def _validate_modules(manifest: Manifest) -> None:
