@@ -6,14 +6,6 @@ import pytest
 from support import plain_models, worker
 
 
-@pytest.fixture
-def linked(tmp_path):
-    return {
-        "checkpoint": plain_models.save(plain_models.Linked, tmp_path / "linked.safetensors"),
-        "build": "support.plain_models:Linked",
-    }
-
-
 def merge(here, *, name="model", factor=2.0):
     """Something that a caller does to a model before publishing it."""
     import torch

@@ -6,8 +6,8 @@ import signal
 import sys
 
 import pytest
-from support import plain_models, worker
-from support.processes import descriptors_of
+from support import worker
+from support.processes import descriptors_of, holders_of, segments_of
 
 LIMITED_DAEMON = (
     "import sys\n"
@@ -16,14 +16,6 @@ LIMITED_DAEMON = (
     "server.run(sys.argv[1], store_limits=StoreLimits(silence_s=float(sys.argv[2])))\n"
 )
 SILENCE_S = 1.5
-
-
-@pytest.fixture
-def linked(tmp_path):
-    return {
-        "checkpoint": plain_models.save(plain_models.Linked, tmp_path / "linked.safetensors"),
-        "build": "support.plain_models:Linked",
-    }
 
 
 @pytest.fixture
@@ -69,27 +61,15 @@ def test_a_producer_killed_before_its_commit_leaves_nothing(at, workers, daemon,
     wait_until(lambda: len(descriptors_of(daemon.pid)) == before, what="the daemon has as many descriptors as before")
 
 
-def test_memory_of_a_killed_producer_is_freed(workers, daemon, tmp_path, wait_until):
-    """256 MiB in segments that nobody but the producer had."""
-    cfg = {
-        "checkpoint": plain_models.save(plain_models.Wide, tmp_path / "wide.safetensors", layers=64),
-        "build": "support.plain_models:Wide",
-        "build_kwargs": {"layers": 64},
-    }
-    nbytes = 64 * 4 * 2**20
-    before = shared_memory()
+def test_memory_of_a_killed_producer_is_freed(workers, daemon, linked, tmp_path, wait_until):
     producer = workers()
-    producer.begin(worker.attach_and_stop, at="publish", release=str(tmp_path / "never"), cfg=cfg)
+    producer.begin(worker.attach_and_stop, at="publish", release=str(tmp_path / "never"), cfg=linked)
     producer.wait_for("publish")
-    assert shared_memory() > before + 0.8 * nbytes
+    segments = segments_of(producer.pid)
+    assert len(segments) == 1
+    assert holders_of(segments) == {producer.pid}
     producer.kill()
-    wait_until(lambda: shared_memory() < before + 0.2 * nbytes, what="the system has the memory back")
-
-
-def shared_memory():
-    """Bytes of shared memory in the whole system, segments included."""
-    with open("/proc/meminfo") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Shmem:"))
+    wait_until(lambda: holders_of(segments) == set(), what="nobody holds the memory")
 
 
 def test_a_stopped_producer_is_replaced_and_uses_what_replaced_it(workers, impatient_daemon, linked, tmp_path, wait_until):

@@ -17,14 +17,6 @@ from torchwcache.wire import framing
 LOW = 1 << 10
 
 
-@pytest.fixture
-def linked(tmp_path):
-    return {
-        "checkpoint": plain_models.save(plain_models.Linked, tmp_path / "linked.safetensors"),
-        "build": "support.plain_models:Linked",
-    }
-
-
 @contextlib.contextmanager
 def impostor(path, answer):
     """Something of this user's that listens at the daemon's place, and answers everybody the same."""

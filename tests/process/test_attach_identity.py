@@ -11,7 +11,6 @@ import textwrap
 
 import pytest
 from support import plain_models, worker
-from support.processes import TESTS
 
 LINKED = "support.plain_models:Linked"
 
@@ -259,7 +258,7 @@ def test_code_in_a_script(build, workers, daemon, tmp_path):
     path = plain_models.save(plain_models.Layered, tmp_path / "layered.safetensors")
     lines = []
     for _ in range(2):
-        environment = {**os.environ, **workers.environment, "PYTHONPATH": str(TESTS.parent), "PYTHONHASHSEED": "random"}
+        environment = {**os.environ, **workers.environment, "PYTHONHASHSEED": "random"}
         done = subprocess.run([sys.executable, str(script), path], env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         lines.append(done.stdout.split(" ", 1))

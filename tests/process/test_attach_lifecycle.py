@@ -23,11 +23,18 @@ def linked(tmp_path):
     }
 
 
+def mappings(here):
+    return footprint(here, collect=False)["maps"]
+
+
 def use_after_leaving(here, *, cfg):
     """Leave the ``with``, then try everything."""
     from torchwcache import WeightCache
     from torchwcache.errors import DetachedError
 
+    gc.collect()
+    gc.disable()  # the last tensor takes the memory along, whenever the next collection may be
+    here.patches.callback(gc.enable)
     attachment = WeightCache.attach(worker.config(cfg))
     with attachment as model:
         kept = model.block.weight
@@ -52,9 +59,9 @@ def use_after_leaving(here, *, cfg):
             raised[what] = "nothing"
         except DetachedError as error:
             raised[what] = "attachment was closed" in str(error)
-    facts = {"raised": raised, "kept": digest(kept) == before, "closed": attachment.closed, "maps": [footprint(here)["maps"]]}
+    facts = {"raised": raised, "kept": digest(kept) == before, "closed": attachment.closed, "maps": [mappings(here)]}
     del kept
-    facts["maps"].append(footprint(here)["maps"])
+    facts["maps"].append(mappings(here))
     return facts
 
 

@@ -11,7 +11,7 @@ import subprocess
 import time
 
 import pytest
-from support import plain_models, worker
+from support import worker
 
 IN_OPEN, IN_ACCESS = 0x20, 0x1
 _EVENT = struct.Struct("iIII")
@@ -44,14 +44,6 @@ class Watch:
                     found |= {name for name, bit in (("open", IN_OPEN), ("access", IN_ACCESS)) if mask & bit}
                     position += _EVENT.size + length
         return found
-
-
-@pytest.fixture
-def linked(tmp_path):
-    return {
-        "checkpoint": plain_models.save(plain_models.Linked, tmp_path / "linked.safetensors"),
-        "build": "support.plain_models:Linked",
-    }
 
 
 def settled(path, wait_until):

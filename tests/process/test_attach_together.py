@@ -8,14 +8,7 @@ from collections import Counter
 
 import psutil
 import pytest
-from support import plain_models, worker
-
-LINKED = "support.plain_models:Linked"
-
-
-@pytest.fixture
-def linked(tmp_path):
-    return {"checkpoint": plain_models.save(plain_models.Linked, tmp_path / "linked.safetensors"), "build": LINKED}
+from support import worker
 
 
 def daemons_at(path):

@@ -5,15 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from support import plain_models, worker
-
-
-@pytest.fixture
-def linked(tmp_path):
-    return {
-        "checkpoint": plain_models.save(plain_models.Linked, tmp_path / "linked.safetensors"),
-        "build": "support.plain_models:Linked",
-    }
+from support import worker
 
 
 def write(here, *, name="model"):

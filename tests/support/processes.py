@@ -23,11 +23,16 @@ import pytest
 
 from support import worker
 
-__all__ = ["Crew", "RemoteError", "Worker", "WorkerPool", "children_of", "descriptors_of"]
+__all__ = ["Crew", "RemoteError", "Worker", "WorkerPool", "descriptors_of", "holders_of", "segments_of"]
 
 TESTS = Path(__file__).parents[1]
 BOOT = "from support.worker import main; main()"
 TIMEOUT_S = 120.0
+_PYTHON = {
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])),
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 class RemoteError(Exception):
@@ -60,7 +65,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**os.environ, **environment, "PYTHONPATH": str(TESTS), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **environment, **_PYTHON},
         )
 
     @property
@@ -245,7 +250,20 @@ def descriptors_of(pid: int) -> list[str]:
     return found
 
 
-def children_of(pid: int) -> list[int]:
-    """Pids of a process's children."""
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(child) for child in file.read().split()]
+def segments_of(pid: int) -> set[int]:
+    """Inodes of the segments that a process has mapped."""
+    with open(f"/proc/{pid}/maps") as file:
+        return {int(line.split()[4]) for line in file if "memfd:torchwcache" in line}
+
+
+def holders_of(segments: set[int]) -> set[int]:
+    """Pids of all processes that have one of these segments mapped or open. When there is none, the kernel has freed them."""
+    found = set()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it ended, or is somebody else's
+            folder = f"/proc/{name}"
+            links = [f"{folder}/fd/{number}" for number in os.listdir(f"{folder}/fd")]
+            opened = {os.stat(link).st_ino for link in links if "memfd:torchwcache" in os.readlink(link)}
+            if segments & (segments_of(int(name)) | opened):
+                found.add(int(name))
+    return found

@@ -256,9 +256,10 @@ def entries(here: Here) -> list[dict[str, Any]]:
 # ---- looking at this process -------------------------------------------------------------------------------------------------
 
 
-def footprint(here: Here) -> dict[str, int]:
+def footprint(here: Here, *, collect: bool = True) -> dict[str, int]:
     """How many of our mappings and descriptors this process has, and how many descriptors in all."""
-    gc.collect()
+    if collect:
+        gc.collect()
     with open("/proc/self/maps") as file:
         maps = sum("memfd:torchwcache" in line for line in file)
     links = []
