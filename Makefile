@@ -20,7 +20,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install -qq
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := install
-.PHONY: venv install demo test test-all lint format types docs bench check wheel clean
+.PHONY: venv install demo test test-all architectures lint format types docs bench check wheel clean
 
 venv: $(PY)
 
@@ -49,6 +49,10 @@ test: install
 
 test-all: install
 	$(PY) -m pytest -q -n $(JOBS) $(PYTEST)
+
+# Writes docs/architectures.md anew from what comes out.
+architectures: install
+	$(PY) -m pytest -q -n $(JOBS) tests/process/test_architectures.py --write-architectures $(PYTEST)
 
 lint: install
 	$(BIN)/ruff check .

@@ -21,6 +21,10 @@ from torchwcache.wire.client import DaemonConnection
 TIMEOUT_S = 20.0
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-architectures", action="store_true", help="write docs/architectures.md from what comes out")
+
+
 def wait_until(condition: Callable[[], object], *, what: str, timeout_s: float = TIMEOUT_S) -> None:
     """Poll until ``condition`` holds; fail the test when it does not in time."""
     deadline = time.monotonic() + timeout_s

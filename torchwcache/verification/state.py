@@ -23,7 +23,7 @@ from torchwcache.module.graph import ATOMIC_TYPES, HOOK_DICTS, MODULE_TABLES, ch
 from torchwcache.module.opaque import STATELESS
 from torchwcache.module.pairing import has_state
 from torchwcache.verification.description import StateFacts
-from torchwcache.verification.digests import digest_of_bytes
+from torchwcache.verification.digests import digest_of_bytes, digest_of_tensor
 
 __all__ = ["StateWalk", "class_facts"]
 
@@ -56,12 +56,12 @@ class StateWalk:
             if name in MODULE_TABLES and kind == "attribute":
                 continue
             self.visit(value, f"{path}.{name}" if path else str(name))
-        self._drain()
+        self.drain()
 
     def tensor(self, tensor: torch.Tensor, path: str) -> None:
         """Describe what a tensor has as attributes."""
         self._inside(tensor, path, 0)
-        self._drain()
+        self.drain()
 
     def visit(self, value: Any, path: str, depth: int = 0) -> None:
         """Describe one place, and put what is inside on the queue."""
@@ -94,7 +94,8 @@ class StateWalk:
             return StateFacts(kind="object", type=kind, value=self._token(value, path), same_as=path)
         return self._opaque(value, path, kind, depth)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Describe what is inside all that was visited."""
         while self._queue:
             self._inside(*self._queue.popleft())
 
@@ -209,14 +210,16 @@ def _code_digest(code: types.CodeType) -> str:
 
 
 def class_facts(module: nn.Module) -> dict[str, StateFacts]:
-    """Class attributes of the tree's classes: a load that changes one changes the module."""
-    found: dict[str, StateFacts] = {}
+    """Class attributes of the tree's classes, and what is inside them: a load that changes one changes the module."""
+
+    def on_tensor(tensor: torch.Tensor, path: str) -> bool:
+        facts = (str(tensor.dtype), tuple(tensor.shape), digest_of_tensor(tensor) if not tensor.is_meta else "meta")
+        walk.facts[path] = StateFacts(kind="value", type=type_name(type(tensor)), value=encode(facts))
+        return False
+
+    walk = StateWalk((), on_tensor)
     for name, cls in sorted(tree_classes(module).items()):
         for attribute, value in sorted(class_attributes(cls).items()):
-            kind = type_name(type(value))
-            try:
-                facts = StateFacts(kind="value", type=kind, value=encode(value))
-            except EncodingError:
-                facts = StateFacts(kind="opaque", type=kind)
-            found[f"{name}.{attribute}"] = facts
-    return found
+            walk.visit(value, f"{name}.{attribute}")
+    walk.drain()
+    return walk.facts
