@@ -90,6 +90,7 @@ def describe_machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(int(memory[1]) / 2**20, 1) if memory else None,
         "kernel": platform.release(),
+        "niceness": os.nice(0),
         "load_average_at_start": load_average(),
     }
 
@@ -156,12 +157,17 @@ def section(result: Mapping[str, Any], *, title: str, text: str, tables: Sequenc
     facts = [
         f"Measured on {result['date']} by `{command(result)}`.",
         f"Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB of memory, Linux {machine['kernel']}; "
-        f"load average {loads}.",
+        f"load average {loads}{_priority(machine)}.",
         "Versions: " + ", ".join(f"{name} {version}" for name, version in result["versions"].items()) + ".",
     ]
     missed = [target["name"] for target in result["targets"] if not target["met"]]
     facts.append(f"Targets missed: {'; '.join(missed)}." if missed else "All targets are met.")
     return "\n\n".join([f"## {title}", text, "\n".join(f"- {fact}" for fact in facts), tables_text(result, tables, heading="###")])
+
+
+def _priority(machine: Mapping[str, Any]) -> str:
+    niceness = machine.get("niceness", 0)
+    return f"; run at niceness {niceness}, since other work went on" if niceness else ""
 
 
 def command(result: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -391,6 +392,7 @@ def main() -> None:
     if args.docs_only:
         write_docs(json.loads((out or _report.RESULTS / f"{NAME}.json").read_text()))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that what follows is cleaned up then, too
     with working_folder(args.dir) as folder:
         bench = Bench(folder, QUICK if args.quick else FULL)
         bench.run()
