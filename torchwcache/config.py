@@ -147,7 +147,10 @@ class ModelConfig:
         build_kwargs: Keyword arguments for ``build`` (or for the Transformers model class).
         dtype: Floating dtype of the finished model (``"bfloat16"`` or ``torch.bfloat16``); ``None`` keeps the module's own.
         device: Where the weights live, such as ``"cpu"``.
-        quantization: Name of an allow-listed method, or ``None`` to go by the checkpoint's config.
+        quantization: Name of an allow-listed method, or ``None`` to go by the checkpoint's config. ``"fp8"`` quantizes a checkpoint
+            that is not quantized yet while it is loaded.
+        quantization_config: How to quantize at load, in Transformers' words, such as ``{"weight_block_size": (128, 128),
+            "modules_to_not_convert": ["lm_head"]}``. Needs ``quantization``.
         finalize: Called with the loaded module before it is captured: own work after loading (fusing, merging). Its code is part
             of the fingerprint.
         overrides: Changes to the Transformers config, such as ``{"rope_theta": 1e6}``.
@@ -175,6 +178,7 @@ class ModelConfig:
     dtype: str | None
     device: str
     quantization: str | None
+    quantization_config: Mapping[str, Any]
     finalize: Build | None
     overrides: Mapping[str, Any]
     parallel: Parallelism
@@ -200,6 +204,7 @@ class ModelConfig:
         dtype: object = None,
         device: object = "cpu",
         quantization: str | None = None,
+        quantization_config: Mapping[str, Any] | None = None,
         finalize: Build | None = None,
         overrides: Mapping[str, Any] | None = None,
         parallel: Parallelism | None = None,
@@ -226,6 +231,8 @@ class ModelConfig:
             _check_callable(name, hook)
         if seed is not None and not _is_int(seed):
             raise ConfigError(f"seed={seed!r}: expected an integer")
+        if quantization_config and quantization is None:
+            raise ConfigError("quantization_config says how to quantize at load: say also by which method, with quantization=")
         values: dict[str, Any] = {
             "checkpoint": path,
             "build": build,
@@ -233,6 +240,7 @@ class ModelConfig:
             "dtype": _dtype_name(dtype),
             "device": str(device),
             "quantization": quantization,
+            "quantization_config": _frozen(quantization_config, "quantization_config"),
             "finalize": finalize,
             "overrides": _frozen(overrides, "overrides"),
             "parallel": parallel if parallel is not None else Parallelism(),

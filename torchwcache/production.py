@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -189,8 +189,16 @@ class Published:
     fds: tuple[int, ...] = ()
 
 
-def check_publishable(cfg: ModelConfig, result: LoadResult, method: str) -> None:
+def check_publishable(
+    cfg: ModelConfig, result: LoadResult, method: str, quantization_config: Mapping[str, Any] | None = None
+) -> None:
     """What may not be published although it was loaded.
+
+    Args:
+        cfg: What was asked for.
+        result: What was loaded.
+        method: The quantization method that the gate found.
+        quantization_config: What it found it by.
 
     Raises:
         NotAFunctionOfCheckpointError: Tensors were initialized anew and no seed was given.
@@ -203,7 +211,7 @@ def check_publishable(cfg: ModelConfig, result: LoadResult, method: str) -> None
             "would get other values. Give ModelConfig(seed=...) to make them part of the model's identity",
             names=tuple(result.initialized),
         )
-    check_tensors(method, result.module)
+    check_tensors(method, result.module, quantization_config)
 
 
 def capture_module(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import init_empty_weights
 from torch import nn
 
@@ -20,6 +22,9 @@ from torchwcache.loaders.huggingface import HuggingFaceLoader
 from torchwcache.loaders.registry import LOADERS
 from torchwcache.module.construct import build_on_meta, build_parameters_on_meta, parameters_on_meta, resolve_callable
 from torchwcache.module.graph import type_name
+from torchwcache.quantization.block_fp8_config import BlockFP8Settings, requested_settings
+from torchwcache.quantization.block_fp8_method import BlockFP8
+from torchwcache.quantization.block_fp8_replace import quantize_linears
 from torchwcache_nn.conversions import NUMBERS, OBJECTS, restore_conversions, stamp_conversions
 
 __all__ = ["NNAdapter"]
@@ -51,6 +56,11 @@ class NNAdapter:
         loader = self.loader(cfg)
         files = loader.files(cfg)
         fields: dict[str, Any] = {"class": type_name(type(module)), "classes": tree_code_fields(module)}
+        settings = self._settings(cfg, loader)
+        if settings is not None:
+            fields["quantization"] = {**settings.identity(), "version": BlockFP8.version}
+        elif cfg.quantization_config:
+            fields["quantization"] = dict(cfg.quantization_config)
         packages: tuple[str, ...] = ()
         if isinstance(loader, HuggingFaceLoader):
             fields["config"] = {k: v for k, v in loader.config(cfg).to_dict().items() if k != "_name_or_path"}
@@ -64,7 +74,19 @@ class NNAdapter:
             label=f"{type(module).__name__} {dtype}".strip(),
             loader=loader,
             packages=packages,
+            computes=settings is not None and settings.at_load,
         )
+
+    @staticmethod
+    def _settings(cfg: ModelConfig, loader: Loader) -> BlockFP8Settings | None:
+        if isinstance(loader, HuggingFaceLoader):
+            return loader.settings(cfg)
+        return requested_settings(cfg, loader.quantization_config(cfg))
+
+    def _quantized(self, cfg: ModelConfig, module: nn.Module) -> nn.Module:
+        """A plain module with its layers quantized at load, where that is asked for; on meta: the layers that this will give."""
+        settings = self._settings(cfg, self.loader(cfg))
+        return quantize_linears(module, settings) if settings is not None and settings.at_load else module
 
     def build(self, cfg: ModelConfig) -> tuple[nn.Module, str]:
         """Build on meta; where an ``__init__`` computes with tensors of its own, only the parameters are on meta."""
@@ -72,12 +94,12 @@ class NNAdapter:
         if isinstance(loader, HuggingFaceLoader) and cfg.build_meta is None:
             return self._build_transformers(cfg, loader)
         try:
-            return self._mode(build_on_meta(cfg)), "meta"
+            return self._mode(self._quantized(cfg, build_on_meta(cfg))), "meta"
         except BuildError as first:
             if cfg.build_meta is not None:
                 raise
             try:
-                return self._mode(build_parameters_on_meta(cfg)), "parameters-meta"
+                return self._mode(self._quantized(cfg, build_parameters_on_meta(cfg))), "parameters-meta"
             except BuildError:
                 raise first from first.__cause__
 
@@ -107,9 +129,13 @@ class NNAdapter:
     def load(self, cfg: ModelConfig, context: LoadContext) -> LoadResult:
         """Load by the loader's own pipeline, set evaluation mode, and run ``finalize``."""
         loader = self.loader(cfg)
+        settings = self._settings(cfg, loader)
+        if settings is not None and settings.at_load:
+            context = _beside_segments(context, cfg.device)
         result = loader.load(cfg, context)
-        module = self._mode(result.module)
-        if isinstance(loader, HuggingFaceLoader):
+        transformers = isinstance(loader, HuggingFaceLoader)
+        module = self._mode(result.module if transformers else self._quantized(cfg, result.module))
+        if transformers:
             stamp_conversions(module, cfg.build_kwargs)
         if cfg.finalize is not None:
             changed = resolve_callable(cfg.finalize, "finalize")(module)
@@ -141,3 +167,12 @@ class NNAdapter:
     @staticmethod
     def _mode(module: nn.Module) -> nn.Module:
         return module.eval()
+
+
+def _beside_segments(context: LoadContext, device: str) -> LoadContext:
+    """For weights that are only read to be quantized: what is published are others, and segments cannot shrink."""
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    return dataclasses.replace(context, allocate=allocate, expect=lambda sizes: None)

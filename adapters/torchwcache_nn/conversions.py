@@ -21,7 +21,7 @@ NUMBERS = "_torchwcache_weight_conversions"
 def _registered(module: Any, kwargs: Mapping[str, Any]) -> list[Any]:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    return list(get_model_conversion_mapping(module, kwargs.get("key_mapping"), None))
+    return list(get_model_conversion_mapping(module, kwargs.get("key_mapping"), getattr(module, "hf_quantizer", None)))
 
 
 def _identity(conversion: Any) -> tuple[Any, ...]:

@@ -113,4 +113,4 @@ def test_our_own_are_installed() -> None:
         "print(ADAPTERS.names(), LOADERS.names(), METHODS.names(), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
-    assert done.stdout.split() == ["('nn',)", "('huggingface',", "'safetensors')", "('unquantized',)", "False"]
+    assert done.stdout.split() == ["('nn',)", "('huggingface',", "'safetensors')", "('fp8',", "'unquantized')", "False"]

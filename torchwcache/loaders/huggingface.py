@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,19 @@ from torchwcache.errors import (
 from torchwcache.identity.checkpoint import CheckpointFiles
 from torchwcache.loaders.hub import FolderCache
 from torchwcache.loaders.shards import quantization_config_of, read_index, read_json
+from torchwcache.quantization.block_fp8_config import (
+    BlockFP8Settings,
+    name_of,
+    problem_of,
+    requested_settings,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from torchwcache.loaders.safetensors_file import SafetensorsCheckpoint
 
 __all__ = ["HuggingFaceLoader"]
 
@@ -111,11 +121,21 @@ class HuggingFaceLoader:
     # ---- config and class ------------------------------------------------------------------------------------------------------
 
     def quantization_config(self, cfg: ModelConfig) -> Mapping[str, Any] | None:
-        """What ``config.json`` says, also in nested configs; or what is passed to ``from_pretrained``."""
-        asked = cfg.build_kwargs.get("quantization_config")
-        if asked is not None:
-            return dict(asked) if isinstance(asked, Mapping) else dict(asked.to_dict())
-        return quantization_config_of(self._raw_config(self.folder(cfg)))
+        """What ``config.json`` says, also in nested configs; else what is passed to ``from_pretrained``."""
+        return quantization_config_of(self._raw_config(self.folder(cfg))) or _asked(cfg)
+
+    def settings(self, cfg: ModelConfig) -> BlockFP8Settings | None:
+        """How the model's layers are block FP8, or become so at load; ``None`` when they are not.
+
+        Raises:
+            ConfigError: The user asks for something that cannot be.
+        """
+        stated, asked = quantization_config_of(self._raw_config(self.folder(cfg))), _asked(cfg)
+        if stated is None and asked is not None and cfg.quantization in (None, "fp8"):
+            if cfg.quantization_config:
+                raise ConfigError("give quantization_config= or build_kwargs={'quantization_config': ...}, not both")
+            return replace(settings_of(asked), at_load=True) if problem_of(asked) is None and name_of(asked) == "fp8" else None
+        return requested_settings(cfg, stated)
 
     def config(self, cfg: ModelConfig) -> Any:
         """The Transformers config, with ``cfg.overrides`` in it.
@@ -186,10 +206,17 @@ class HuggingFaceLoader:
         config = copy.deepcopy(self.config(cfg))
         cls = self.model_class(cfg, config)
         kwargs = {name: value for name, value in self._kwargs(cfg).items() if name not in _LOADING_ONLY}
+        settings = self.settings(cfg)
+        if settings is not None:
+            kwargs.pop("quantization_config", None)
         try:
             module = cls._from_config(config, dtype=self._dtype(cfg, config), **kwargs)
         except (NotImplementedError, RuntimeError, TypeError, ValueError, ImportError, AttributeError) as error:
             raise BuildError(f"{cls.__qualname__} cannot be built: {type(error).__name__}: {error}") from error
+        if settings is not None:
+            from torchwcache.loaders.huggingface_fp8 import prepare_build
+
+            prepare_build(module, settings, self.quantization_config(cfg), cfg.device)
         module.eval()
         # The marks that from_pretrained leaves: without them each would be a difference to carry and to set again at every attach.
         if hasattr(module, "set_use_kernels"):
@@ -211,9 +238,11 @@ class HuggingFaceLoader:
         from torchwcache.loaders.safetensors_file import SafetensorsCheckpoint
 
         kwargs = self._kwargs(cfg)
+        config, notes = self.config(cfg), []
         with SafetensorsCheckpoint(self.files(cfg)) as checkpoint:  # headers and index, with errors that name the file
             total = sum(checkpoint.info(name).nbytes for name in checkpoint.names())
-        config = self.config(cfg)
+            if (settings := self.settings(cfg)) is not None:
+                notes += self._prepare_fp8(cfg, settings, checkpoint, config, kwargs)
         cls = self.model_class(cfg, config)
         if cfg.seed is not None:
             torch.manual_seed(cfg.seed)
@@ -246,8 +275,23 @@ class HuggingFaceLoader:
             raise _sizes_differ(folder, cls, report["mismatched_keys"])
         initialized = sorted({*report["missing_keys"], *(item[0] for item in report["mismatched_keys"])})
         unexpected = sorted(report["unexpected_keys"])
-        notes = [f"not used by {cls.__qualname__}: {', '.join(unexpected[:10])}"] if unexpected else []
+        notes += [f"not used by {cls.__qualname__}: {', '.join(unexpected[:10])}"] if unexpected else []
         return LoadResult(module=module, initialized=initialized, notes=notes)
+
+    def _prepare_fp8(
+        self, cfg: ModelConfig, settings: BlockFP8Settings, checkpoint: SafetensorsCheckpoint, config: Any, kwargs: dict[str, Any]
+    ) -> list[str]:
+        """Make ``from_pretrained`` do what the settings say. A checkpoint that its config belies is loaded as without us."""
+        from torchwcache.loaders import huggingface_fp8
+
+        if settings.at_load:
+            kwargs["quantization_config"] = huggingface_fp8.quantization_argument(settings, cfg.device)
+            return []
+        kwargs.pop("quantization_config", None)
+        if (why := huggingface_fp8.disagreement(checkpoint, settings)) is not None:
+            return [f"loaded as Transformers does by itself: {why}"]
+        huggingface_fp8.set_on_config(config, settings, self.quantization_config(cfg) or {}, cfg.device)
+        return []
 
     def _kwargs(self, cfg: ModelConfig) -> dict[str, Any]:
         refused = sorted(_NOT_FOR_US & cfg.build_kwargs.keys())
@@ -280,6 +324,13 @@ class HuggingFaceLoader:
         with safe_open(first, framework="pt") as file:
             dtypes = [DTYPES[file.get_slice(name).get_dtype()] for name in file.keys()]  # noqa: SIM118 (it is no mapping)
         return next((dtype for dtype in dtypes if dtype.is_floating_point), dtypes[0] if dtypes else torch.get_default_dtype())
+
+
+def _asked(cfg: ModelConfig) -> dict[str, Any] | None:
+    asked = cfg.build_kwargs.get("quantization_config")
+    if asked is None:
+        return None
+    return dict(asked) if isinstance(asked, Mapping) else dict(asked.to_dict())
 
 
 def _overridden(raw: Mapping[str, Any], config: Any, overrides: Mapping[str, Any], path: str) -> dict[str, Any]:

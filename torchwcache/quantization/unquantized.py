@@ -7,7 +7,7 @@ parameters, integer matrices beside scales, wrapper subclasses.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchwcache.quantization.registry import refuse
 
-__all__ = ["Unquantized"]
+__all__ = ["Unquantized", "check_module", "tensors_of"]
 
 _ORDINARY = frozenset({
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128, torch.bool,
@@ -51,24 +51,36 @@ class Unquantized:
         """Only a config that states no quantization."""
         return not quantization_config
 
-    def check_tensors(self, module: nn.Module) -> None:
+    def check_tensors(self, module: nn.Module, quantization_config: Mapping[str, Any] | None = None) -> None:
         """Refuse every sign of a quantized layout.
 
         Raises:
             UnsupportedQuantizationError: Names the first module or tensor that gives one away.
         """
         for path, child in module.named_modules():
-            _check_module(path, child)
+            check_module(path, child)
 
 
-def _check_module(path: str, module: nn.Module) -> None:
+def check_module(path: str, module: nn.Module, explained: Container[str] = ()) -> None:
+    """Refuse every sign of a quantized layout in one module, without its children.
+
+    Args:
+        path: The module's name.
+        module: The module.
+        explained: Names of tensors that the caller knows about.
+
+    Raises:
+        UnsupportedQuantizationError: Names the first module or tensor that gives a layout away.
+    """
     origin = type(module).__module__
     if _within(origin, _QUANTIZED_MODULES):
         raise refuse(f"{origin}.{type(module).__qualname__}", path, "the module's class belongs to a quantization package")
     packed: list[tuple[str, torch.Tensor]] = []
-    for name, tensor, is_parameter in _tensors(module):
+    for name, tensor, is_parameter in tensors_of(module):
         if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
             _check_subclass(f"{path}.{name}".lstrip("."), tensor)
+        if name in explained:
+            continue
         dtype = tensor.dtype
         if dtype in _FLOATING or dtype is torch.bool or (dtype is torch.int64 and not is_parameter):
             continue
@@ -82,7 +94,8 @@ def _check_module(path: str, module: nn.Module) -> None:
         _check_integers(path, module, packed)
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Parameters, buffers and plain attributes of one module: name, tensor, whether it is a parameter."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield name, parameter, True
@@ -107,7 +120,9 @@ def _is_bitsandbytes(kind: type) -> bool:
 def _check_integers(path: str, module: nn.Module, integers: list[tuple[str, torch.Tensor]]) -> None:
     """Tell packed weights from masks, positions and counters, which models hold as integer buffers too."""
     scales = [
-        name for name, _, _ in _tensors(module) if _SCALE_NAME.fullmatch(name) is not None and _OTHER_SCALE.fullmatch(name) is None
+        name
+        for name, _, _ in tensors_of(module)
+        if _SCALE_NAME.fullmatch(name) is not None and _OTHER_SCALE.fullmatch(name) is None
     ]
     for name, tensor in integers:
         where = f"{path}.{name}".lstrip(".")
