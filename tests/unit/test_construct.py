@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +16,7 @@ from torchwcache.module.construct import (
     build_on_meta,
     build_parameters_on_meta,
     materialize,
+    parameters_on_meta,
     resolve_callable,
 )
 
@@ -167,3 +171,57 @@ def test_a_build_that_makes_no_module() -> None:
 def test_a_build_that_is_neither_callable_nor_a_name(text: object) -> None:
     with pytest.raises(ConfigError):
         config(text)
+
+
+def test_threads_that_build_without_parameters_leave_the_rest_of_the_process_alone() -> None:
+    before = nn.Module.register_parameter
+    first_is_inside, second_is_inside, first_has_left = threading.Event(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with parameters_on_meta():
+            first_is_inside.set()
+            second_is_inside.wait(10)
+        first_has_left.set()
+
+    def second() -> None:
+        first_is_inside.wait(10)
+        with parameters_on_meta():
+            second_is_inside.set()
+            first_has_left.wait(10)
+            assert nn.Linear(1, 1).weight.is_meta
+
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(first), pool.submit(second)]
+        first_is_inside.wait(10)
+        assert not nn.Linear(1, 1).weight.is_meta  # built here meanwhile, by a thread that asked for nothing
+        for future in futures:
+            future.result()
+    assert nn.Module.register_parameter is before
+    assert not nn.Linear(1, 1).weight.is_meta
+
+
+def test_leaving_after_somebody_else_has_wrapped_the_method_keeps_theirs_and_no_loop() -> None:
+    before = nn.Module.register_parameter
+    try:
+        with parameters_on_meta():
+            ours = nn.Module.register_parameter
+            nn.Module.register_parameter = lambda self, name, param: ours(self, name, param)  # type: ignore[method-assign]
+        assert not nn.Linear(1, 1).weight.is_meta
+        with parameters_on_meta():
+            assert nn.Linear(1, 1).weight.is_meta
+    finally:
+        nn.Module.register_parameter = before  # type: ignore[method-assign]
+
+
+class KeepsItsList(nn.Module):
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+
+def test_each_build_gets_containers_of_its_own() -> None:
+    given = ModelConfig("nowhere", build=KeepsItsList, build_kwargs={"sizes": [1, 2]})
+    first, second = build_on_meta(given), build_parameters_on_meta(given)
+    first.sizes.append(3)  # type: ignore[union-attr, operator]
+    assert second.sizes == [1, 2]
+    assert build_on_meta(given).sizes == [1, 2]

@@ -146,6 +146,49 @@ def test_what_is_computed_from_parameters_needs_a_full_build(save: Callable[...,
 # ---- strict ------------------------------------------------------------------------------------------------------------------
 
 
+class KeepsATeacher(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.teacher = [nn.LayerNorm(2)]  # in a plain list, so that it is in no state dict
+
+
+class TakesItsParameterOut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.scale = nn.Parameter(torch.full((2,), 5.0))
+        scale = self.scale
+        del self.scale
+        self.__dict__["scale"] = scale
+
+
+@pytest.mark.parametrize(("build", "name"), [(KeepsATeacher, "teacher[0].weight"), (TakesItsParameterOut, "scale")])
+def test_parameters_outside_the_tree_keep_what_init_gave_them_and_are_listed(
+    save: Callable[..., Path], build: Any, name: str
+) -> None:
+    result = load(save({"linear.weight": torch.ones(2, 2), "linear.bias": torch.ones(2)}), build)
+    assert name in result.initialized
+    found = result.module.scale if name == "scale" else result.module.teacher[0].weight
+    assert found.tolist() == ([5.0, 5.0] if name == "scale" else [1.0, 1.0])
+
+
+class LeavesItsBias(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        nn.init.constant_(self.bias, 7.0)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *_: Any) -> None:
+        self.weight.data.copy_(state_dict[prefix + "weight"])
+
+
+def test_what_a_modules_own_loading_leaves_alone_is_as_init_made_it(save: Callable[..., Path]) -> None:
+    context = Context()
+    module = load(save({"weight": torch.ones(2, 2)}), LeavesItsBias, context).module
+    assert module.bias.tolist() == [7.0, 7.0]
+    assert not context.segments  # nothing is laid out in segments that is then given up
+
+
 def test_one_of_several_tied_names_is_enough(state: dict[str, torch.Tensor], save: Callable[..., Path]) -> None:
     for name in ("embed.weight", "head.weight"):
         module = load(save({key: value for key, value in state.items() if key != name})).module

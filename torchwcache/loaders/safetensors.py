@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchwcache.adapter import LoadContext, LoadResult
 from torchwcache.config import ModelConfig
@@ -16,6 +17,7 @@ from torchwcache.loaders.fill import fill, load_with_pytorch, match, why_pytorch
 from torchwcache.loaders.safetensors_file import SafetensorsCheckpoint
 from torchwcache.loaders.shards import find_shards, quantization_config_of, read_index, read_json
 from torchwcache.module import construct
+from torchwcache.module.replace import iter_tensors
 
 __all__ = ["SafetensorsCheckpoint", "SafetensorsLoader"]
 
@@ -69,34 +71,45 @@ class SafetensorsLoader:
                 device = memory.device
                 return memory
 
+            reason: str | None = None
             try:
                 module = construct.build_parameters_on_meta(cfg)
-                computed = construct.materialize(module, allocate, context.expect)
-                why = f"these were computed from parameters: {_shown(computed)}"
+                reason = why_pytorch_must_load(module, checkpoint)
+                # Code of the module's own may read what is there already, or leave it as it is: then it must be there.
+                lost = construct.valueless(module) if reason else construct.materialize(module, allocate, context.expect)
+                why = f"no checkpoint holds the values of these: {_shown(lost)}"
             except BuildError as error:
                 # Clients build by the hook that the user gave for this very case; the producer can build as always.
                 if cfg.build_meta is None:
                     raise
-                computed, why = ["__init__"], f"its __init__ needs the values of its parameters: {error.__cause__}"
-            if computed:
+                lost, why = ["__init__"], f"its __init__ needs the values of its parameters: {error.__cause__}"
+            in_full = bool(lost or reason)
+            if in_full:
                 module = construct.build_for_real(cfg)
+            if lost:
                 notes.append(f"built in full, since {why}")
+            hidden = _parameters_at(module, lost)
             if (reason := why_pytorch_must_load(module, checkpoint)) is not None:
-                notes.append(f"loaded by load_state_dict, with one more copy in memory: {reason}")
+                notes.append(f"built in full and loaded by load_state_dict, with one more copy in memory: {reason}")
                 missing = load_with_pytorch(module, checkpoint, strict=cfg.strict)
-                if missing and not computed:
-                    module = construct.build_for_real(cfg)
-                    load_with_pytorch(module, checkpoint, strict=cfg.strict)
-                return LoadResult(module=module, initialized=missing, notes=notes)
+                return LoadResult(module=module, initialized=(*missing, *hidden), notes=notes)
             found = match(module, checkpoint, strict=cfg.strict)
-            if found.missing and not computed:
+            if found.missing and not in_full:
                 # What the checkpoint lacks keeps the values that __init__ gives it, which only a full build has.
                 module = construct.build_for_real(cfg)
                 found = match(module, checkpoint, strict=cfg.strict)
             if found.unexpected:
                 notes.append(f"not used: {_shown(found.unexpected)}")
             fill(checkpoint, found.loads, read_file=context.read_file, device=device, progress=context.progress)
-        return LoadResult(module=module, initialized=found.missing, notes=notes)
+        return LoadResult(module=module, initialized=(*found.missing, *hidden), notes=notes)
+
+
+def _parameters_at(module: nn.Module, paths: list[str]) -> list[str]:
+    """Those of the paths that hold parameters: initialized by the build, and by nothing else."""
+    if not paths:
+        return []
+    found = dict(iter_tensors(module).values())
+    return [path for path in paths if isinstance(found.get(path), nn.Parameter)]
 
 
 def _shown(names: list[str] | tuple[str, ...]) -> str:

@@ -8,6 +8,7 @@ tensors of its own.
 from __future__ import annotations
 
 import importlib
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ __all__ = [
     "materialize",
     "parameters_on_meta",
     "resolve_callable",
+    "valueless",
 ]
 
 
@@ -55,7 +57,8 @@ def resolve_callable(build: Build, what: str = "build") -> Callable[..., Any]:
 def _call(build: Callable[..., Any], cfg: ModelConfig, how: str) -> nn.Module:
     name = getattr(build, "__qualname__", repr(build))
     try:
-        module = build(**cfg.build_kwargs)
+        # Containers anew for each build: what a load changes in one must not show in the module that it is compared with.
+        module = build(**_own_copy(dict(cfg.build_kwargs)))
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:  # what torch raises for a value that is not there
         raise BuildError(
             f"{name} cannot be built {how}: {type(error).__name__}: {error}. Its __init__ must not read, print or branch on the "
@@ -67,6 +70,13 @@ def _call(build: Callable[..., Any], cfg: ModelConfig, how: str) -> nn.Module:
     if cfg.dtype is not None:
         module.to(dtype=getattr(torch, cfg.dtype))
     return module
+
+
+def _own_copy(value: Any) -> Any:
+    kind = type(value)
+    if kind is dict:
+        return {key: _own_copy(item) for key, item in value.items()}
+    return kind(map(_own_copy, value)) if kind in (list, tuple, set) else value
 
 
 def _builder(cfg: ModelConfig) -> Callable[..., Any]:
@@ -103,19 +113,23 @@ def build_for_real(cfg: ModelConfig) -> nn.Module:
     return _call(_builder(cfg), cfg, "on this device")
 
 
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """While active, every parameter that a module registers is moved to the meta device.
+class _RegisteringOnMeta(threading.local):
+    """For each thread, what :func:`parameters_on_meta` has moved; ``None`` while that thread has not entered it."""
 
-    One parameter registered twice stays one (accelerate's ``init_empty_weights(include_buffers=False)`` makes two of it, which
-    breaks ties made in ``__init__``).
-    """
-    register = nn.Module.register_parameter
-    moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+    moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] | None = None
 
+
+_on_meta = _RegisteringOnMeta()
+_patch_lock = threading.Lock()
+_inside = 0
+_patch: tuple[Any, Any] | None = None  # what nn.Module.register_parameter was, and what stands there for it
+
+
+def _registering_on_meta(register: Callable[..., None]) -> Callable[..., None]:
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(self, name, param)
-        if param is None or param.is_meta:
+        moved = _on_meta.moved
+        if moved is None or param is None or param.is_meta:
             return
         known = moved.get(id(param))
         if known is None or known[0]() is not param:  # an id is reused once its object is gone
@@ -124,11 +138,36 @@ def parameters_on_meta() -> Iterator[None]:
             known = moved[id(param)] = (weakref.ref(param), meta)
         self._parameters[name] = known[1]
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    return register_on_meta
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """While active, every parameter that a module registers *in this thread* is moved to the meta device.
+
+    One parameter registered twice stays one (accelerate's ``init_empty_weights(include_buffers=False)`` makes two of it, which
+    breaks ties made in ``__init__``).
+
+    The method that it replaces is the whole process's. So threads count who is inside: what another thread builds meanwhile is
+    built as always, and the last one to leave puts the method back.
+    """
+    global _inside, _patch
+    with _patch_lock:
+        if _inside == 0:
+            before = nn.Module.register_parameter
+            _patch = (before, _registering_on_meta(before))
+            nn.Module.register_parameter = _patch[1]  # type: ignore[method-assign]
+        _inside += 1
+    outer, _on_meta.moved = _on_meta.moved, {}
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        _on_meta.moved = outer
+        with _patch_lock:
+            _inside -= 1
+            # Where somebody else has wrapped ours in the meantime it stays, and only passes on.
+            if _inside == 0 and _patch is not None and nn.Module.register_parameter is _patch[1]:
+                nn.Module.register_parameter = _patch[0]  # type: ignore[method-assign]
 
 
 def materialize(
@@ -142,14 +181,12 @@ def materialize(
         expect: Told the sizes of everything that will be allocated, before the first.
 
     Returns:
-        Paths of tensors that were *computed* from a parameter (they view no parameter's storage): nobody can tell their values
-        without a full build. When there are any, the module was not changed.
+        What :func:`valueless` finds. When there is any, the module was not changed.
     """
-    found = [(path, tensor) for path, tensor in iter_tensors(module).values() if tensor.is_meta]
-    owned = {_meta_storage(tensor) for _, tensor in found if isinstance(tensor, nn.Parameter)}
-    computed = [path for path, tensor in found if _meta_storage(tensor) not in owned]
-    if computed:
-        return computed
+    lost = valueless(module)
+    if lost:
+        return lost
+    found = _meta_tensors(module)
     expect({_meta_storage(tensor): tensor.untyped_storage().nbytes() for _, tensor in found}.values())
     memory: dict[int, torch.UntypedStorage | None] = {}
     made: dict[int, torch.Tensor] = {}
@@ -161,6 +198,28 @@ def materialize(
         made[id(tensor)] = _real(tensor, memory[key])
     replace_tensors(module, lambda tensor, _: made.get(id(tensor)))
     return []
+
+
+def valueless(module: nn.Module) -> list[str]:
+    """Paths of tensors whose values nobody can tell without a full build.
+
+    They are on the meta device, and no checkpoint fills them: they were computed from a parameter (and do not view it), or they
+    are parameters that are not the tree's, such as those of a module in a plain list.
+
+    Args:
+        module: From :func:`build_parameters_on_meta`.
+    """
+    owned = {
+        _meta_storage(tensor)
+        for item in module.modules()
+        for tensor in item._parameters.values()
+        if tensor is not None and tensor.is_meta
+    }
+    return [path for path, tensor in _meta_tensors(module) if _meta_storage(tensor) not in owned]
+
+
+def _meta_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(path, tensor) for path, tensor in iter_tensors(module).values() if tensor.is_meta]
 
 
 def _meta_storage(tensor: torch.Tensor) -> int:
