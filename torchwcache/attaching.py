@@ -222,7 +222,9 @@ class Attaching:
         self.report.mapped_nbytes, self.report.copied_nbytes = done.mapped_nbytes, done.copied_nbytes
         self.report.tensors = done.tensors
         logger.info("attached %s: %s", self.description.label, self.report)
-        return Attachment(self.built, self.report, connection=self.connection, manifest=manifest, segments=segments)
+        return Attachment(
+            self.built, self.report, connection=self.connection, manifest=manifest, segments=segments, plain=done.plain
+        )
 
     def map(self, reply: Hit, fds: list[int]) -> tuple[Manifest, list[MappedSegment]]:
         """Decode, check and map; closes the descriptors."""

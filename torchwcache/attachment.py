@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torchwcache.errors import AttachmentError, DetachedError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from torchwcache.identity.fingerprint import FieldDifference
@@ -109,11 +110,16 @@ class Attachment:
         connection: DaemonConnection | None = None,
         manifest: Manifest | None = None,
         segments: Sequence[MappedSegment] = (),
+        plain: Sequence[weakref.ref[torch.Tensor]] | None = None,
     ) -> None:
+        from torchwcache.module.detach import outside_tables
+
         self._model: nn.Module | None = model
         self._report = report
         self._manifest = manifest
         self._segments = list(segments)
+        # What else than parameters and buffers is to be taken away again; what the user puts into the module later is the user's.
+        self._plain = outside_tables(model) if plain is None else plain
         self._entered = False
         # `model = WeightCache.attach(cfg).model` keeps no attachment: the lease then lasts as long as the model does.
         self._lease = weakref.finalize(model, connection.close) if connection is not None else None
@@ -155,7 +161,7 @@ class Attachment:
         from torchwcache.module.detach import detach
 
         try:
-            detach(model)
+            detach(model, self._plain)
         finally:
             self._segments.clear()
             if self._lease is not None:

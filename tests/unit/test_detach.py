@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchwcache.attachment import Attachment, AttachReport
 from torchwcache.errors import DetachedError
 from torchwcache.module.detach import detach
 
@@ -64,3 +65,30 @@ def test_detaching_twice_is_fine() -> None:
     module = Net()
     detach(module)
     detach(module)
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+        self.other = nn.Linear(2, 2)
+
+    def hook(self, _module: nn.Module, _args: object, output: torch.Tensor) -> None:
+        self.seen.append(output)
+
+
+def test_what_a_hook_or_a_shared_object_leads_to_is_left_alone() -> None:
+    module, recorder, shared = Net(), Recorder(), {"rope": torch.ones(2)}
+    attachment = Attachment(module, AttachReport())
+    recorded: list[torch.Tensor] = []
+    module.lin.register_forward_hook(recorder.hook)
+    module.lin.register_forward_hook(lambda m, _args, output: recorded.extend((m.weight, output)))
+    module.cache = shared
+    module(torch.ones(2))
+    attachment.close()
+    assert recorder.other(torch.ones(2)).shape == (2,)
+    assert torch.equal(recorder.seen[0], recorded[1])
+    assert recorded[0].sum().isfinite()
+    assert shared["rope"].sum() == 2
+    for use in USES.values():
+        with pytest.raises(DetachedError):
+            use(module)

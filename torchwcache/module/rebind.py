@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,11 +42,12 @@ _MISSING = object()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RebindReport:
-    """What a rebind did, in bytes and tensors."""
+    """What a rebind did, in bytes and tensors; and the tensors that it put elsewhere than into the tables of modules."""
 
     mapped_nbytes: int
     copied_nbytes: int
     tensors: int
+    plain: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
 
 
 def rebind(
@@ -82,6 +84,7 @@ class _Rebinding:
         self.tree = [item for _, item in self.named]
         self.objects: list[Any] = []
         self.tensors: list[torch.Tensor] = []
+        self.plain: list[weakref.ref[torch.Tensor]] = []
         self.decoder = Decoder(self.leaf)
 
     def run(self) -> RebindReport:
@@ -234,7 +237,7 @@ class _Rebinding:
                 flat = segments[storage.segment].tensor(storage.offset, storage.nbytes, torch.uint8)
                 memory = storages[number] = (flat if storage.shared else flat.clone()).untyped_storage()
             made.append(view_storage(memory, dtype, tensor.offset, tensor.shape, tensor.stride))
-        return RebindReport(mapped_nbytes=mapped, copied_nbytes=copied, tensors=len(made))
+        return RebindReport(mapped_nbytes=mapped, copied_nbytes=copied, tensors=len(made), plain=self.plain)
 
     def tensor_classes(self) -> dict[str, type[torch.Tensor]]:
         """Classes by name. Only what is loaded already, and only tensor classes: reading a manifest imports nothing."""
@@ -282,12 +285,11 @@ class _Rebinding:
         """What the torch-free decoder cannot make."""
         match node:
             case VTensor():
+                self.plain.append(weakref.ref(self.tensors[node.index]))
                 return self.tensors[node.index]
             case VObject():
                 return self.objects[node.index]
             case VWeakref():
-                import weakref
-
                 return weakref.ref(self.decoder.value(node.target))
             case VTupleLike():
                 like = self.objects[node.index]

@@ -25,19 +25,20 @@ def iter_tensors(root: nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
     return found
 
 
-def replace_tensors(root: nn.Module, new: Callable[[torch.Tensor, str], torch.Tensor | None]) -> None:
+def replace_tensors(root: nn.Module, new: Callable[[torch.Tensor, str], torch.Tensor | None], *, hooks: bool = True) -> None:
     """Put ``new(tensor, path)`` in the place of every tensor for which it returns one.
 
     Args:
         root: Changed in place.
         new: Called for each place (a tensor held in two places is asked for twice, and must get the same answer to stay one).
+        hooks: Also look into the hooks of modules.
     """
-    _Replacing(new).inside(root, "")
+    _Replacing(new, hooks).inside(root, "")
 
 
 class _Replacing:
-    def __init__(self, new: Callable[[torch.Tensor, str], torch.Tensor | None]) -> None:
-        self.new = new
+    def __init__(self, new: Callable[[torch.Tensor, str], torch.Tensor | None], hooks: bool) -> None:
+        self.new, self.hooks = new, hooks
         self.seen: dict[int, Any] = {}
 
     def inside(self, root: Any, path: str) -> None:
@@ -49,6 +50,8 @@ class _Replacing:
                 continue
             self.seen[id(obj)] = obj  # kept, so that its id stays its own
             for position, (kind, key, value) in enumerate(list(children(obj))):
+                if not self.hooks and kind == "attribute" and key in HOOK_DICTS:
+                    continue
                 name = self.name(path, kind, key)
                 other = self.value(value, name, stack)
                 if other is not value:
