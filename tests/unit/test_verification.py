@@ -155,6 +155,21 @@ def test_the_order_of_attributes_and_the_gaps_between_elements_are_no_state() ->
     assert differences(one, two) == []
 
 
+def test_the_values_of_a_tensor_are_its_elements_wherever_they_lie() -> None:
+    values = torch.arange(6.0).reshape(2, 3)
+    holder = nn.Module()
+    holder.whole = values.clone()
+    holder.turned = values.t().contiguous().t()
+    holder.part = torch.zeros(4, 3)[1:3].copy_(values)
+    holder.negated = torch.complex(torch.zeros(2, 3), -values).conj().imag
+    facts = describe_module(holder).tensors
+    assert holder.negated.is_neg()
+    assert {facts[name].digest for name in ("whole", "turned", "part", "negated")} == {facts["whole"].digest}
+    assert torch.equal(holder.negated, values)
+    holder.negated = holder.negated + 0.0
+    assert describe_module(holder).tensors["negated"].digest == facts["whole"].digest
+
+
 def test_what_is_left_out_is_told_and_must_be_the_same() -> None:
     one, two = Net(), Net()
     two.mode = "elsewhere"

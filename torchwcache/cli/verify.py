@@ -10,7 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
-from torchwcache.cli.connection import add_socket_argument, socket_path
+from torchwcache.cli.connection import add_socket_argument, connect, socket_path
 from torchwcache.cli.exit_codes import ExitCode
 from torchwcache.cli.humanize import size
 from torchwcache.cli.model_arguments import add_model_arguments, model_arguments, model_config
@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> ExitCode:
     """Run the command."""
     if args.inputs is not None and not args.deep:
         raise ConfigError("--inputs is for --deep: without it nothing is run")
-    model_config(args)  # a wrong value is told before two processes are started
+    model_config(args)  # a wrong value, or no daemon, is told before two processes are started
+    connect(args).close()
     from torchwcache.verification.processes import verify_in_processes
 
     usual = model_arguments(_parser().parse_args([args.checkpoint]))

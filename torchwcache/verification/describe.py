@@ -92,8 +92,8 @@ class _Places:
     def facts(self) -> dict[str, TensorFacts]:
         """Describe all that was noted, and fill :attr:`storages`."""
         distinct = list(self.first_of.values())
-        memory = self._memory([(path, tensor) for path, tensor in distinct if not tensor.is_meta])
         digests: dict[tuple[object, ...], str] = {}
+        memory = self._memory([(path, tensor) for path, tensor in distinct if not tensor.is_meta], digests)
         found: dict[str, TensorFacts] = {}
         for path, (kind, tensor) in self.found.items():
             storage, start = memory.get(id(tensor), ("", 0))
@@ -112,8 +112,10 @@ class _Places:
             )
         return found
 
-    def _memory(self, distinct: list[tuple[str, torch.Tensor]]) -> Mapping[int, tuple[str, int]]:
-        """For each tensor the name of its memory, and where that starts."""
+    def _memory(
+        self, distinct: list[tuple[str, torch.Tensor]], digests: dict[tuple[object, ...], str]
+    ) -> Mapping[int, tuple[str, int]]:
+        """For each tensor the name of its memory, and where that starts; notes the digests of tensors that are all of it."""
         tensors = [tensor for _, tensor in distinct]
         found: dict[int, tuple[str, int]] = {}
         for group in group_storages(tensors):
@@ -123,13 +125,25 @@ class _Places:
             name = distinct[min(group.members)][0]
             digest = digest_of_memory(start, nbytes, members)
             self.storages[name] = StorageFacts(nbytes=nbytes, digest=digest, members=len(members))
-            found |= {id(tensor): (name, start) for tensor in members}
+            for tensor in members:
+                found[id(tensor)] = (name, start)
+                if tensor.is_contiguous() and tensor_extent(tensor) == (start, start + nbytes) and not _is_lazily_changed(tensor):
+                    digests[_region(tensor)] = digest  # the usual case; most bytes are hashed once
         return found
+
+
+def _is_lazily_changed(tensor: torch.Tensor) -> bool:
+    """Whether its elements are not what is in memory."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def _region(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.is_conj(), tensor.is_neg()
 
 
 def _digest(tensor: torch.Tensor, known: dict[tuple[object, ...], str]) -> str:
     """Tied and repeated views are hashed once."""
-    key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.is_conj(), tensor.is_neg())
+    key = _region(tensor)
     if key not in known:
         known[key] = digest_of_tensor(tensor)
     return known[key]
