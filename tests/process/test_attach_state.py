@@ -206,8 +206,10 @@ def test_two_thousand_tensors_with_sixty_four_descriptors(workers, daemon, tmp_p
     assert client.do(worker.footprint)["memfds"] == 0, "a mapping needs no descriptor"
 
 
-def test_a_client_with_no_descriptor_left_is_told_the_limit(workers, daemon, linked):
+def test_a_client_with_no_descriptor_left_is_told_the_limit(workers, daemon, linked, wait_until):
     producer, client = workers(), workers.fresh()
+    # Then the digest is remembered, and no file has to be opened but the socket and the segment.
+    wait_until(lambda: time.time() > os.stat(linked["checkpoint"]).st_ctime + 2.1, what="the file's stat can be relied on")
     producer.do(worker.attach, cfg=linked)
     assert client.do(worker.attach, cfg=linked, name="warm")["source"] == "cache"
     error = client.fails(attach_at_the_limit, cfg=linked, on_unavailable="error")
