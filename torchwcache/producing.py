@@ -104,7 +104,7 @@ class Production:
             served = self.announce(result, heartbeat)
             if served is not None:
                 return served
-        check_publishable(self.cfg, result, attaching.method)
+        check_publishable(self.cfg, result, attaching.method, attaching.description.quantization_config)
         heartbeat.phase("capture")
         with self.report.phase("capture"):
             captured = capture_module(self.cfg, self.adapter, module, attaching.built, attaching.construction, self.memory, classes)
@@ -119,6 +119,7 @@ class Production:
             description=attaching.description,
             report=self.report,
             before_commit=self.identity.check_unchanged,
+            access=attaching.options.access,
         )
         if published.hit is not None:
             return attaching.hit(published.hit, list(published.fds), provisional=False)

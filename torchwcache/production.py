@@ -13,7 +13,7 @@ import torch
 from torchwcache.adapter import Adapter, CaptureRules, Description, LoadContext, LoadResult
 from torchwcache.adapters import adapter_for
 from torchwcache.attachment import Attachment, AttachReport
-from torchwcache.config import ModelConfig
+from torchwcache.config import Access, ModelConfig
 from torchwcache.errors import (
     CaptureError,
     DaemonError,
@@ -240,6 +240,7 @@ def publish_module(
     description: Description,
     report: AttachReport,
     before_commit: Callable[[], None] = lambda: None,
+    access: Access = Access.COPY_ON_WRITE,
 ) -> Published:
     """Pack, seal and commit a captured module, which goes on living on the published bytes.
 
@@ -253,6 +254,7 @@ def publish_module(
         description: Gives the label.
         report: Gets bytes and seconds.
         before_commit: Last checks, with everything sealed and nothing visible yet.
+        access: What this process's own write to a shared weight does from then on.
 
     Raises:
         SegmentMemoryError: Memory ran out; the module still works and nothing was published.
@@ -283,4 +285,4 @@ def publish_module(
     report.mapped_nbytes = sum(s.nbytes for s in manifest.storages if s.shared)
     report.copied_nbytes = sum(s.nbytes for s in manifest.storages if not s.shared)
     report.tensors = len(manifest.tensors)
-    return Published(manifest, [segment.mapped() for segment in writer.segments])
+    return Published(manifest, [segment.mapped(access=access) for segment in writer.segments])

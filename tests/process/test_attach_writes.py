@@ -89,3 +89,12 @@ def test_training_on_an_attached_model_is_private(workers, daemon, linked):
     assert client.do(worker.output) != expected
     assert "block.weight" in client.do(worker.verify)
     assert producer.do(worker.output) == expected
+
+
+def test_readonly_stops_a_producer_that_writes_too(workers, daemon, linked):
+    victim = workers.fresh()
+    report = victim.do(worker.attach, cfg=linked, access="readonly")
+    assert report["published"]
+    victim.do(worker.output)
+    victim.begin(write)
+    assert victim.died_of() == signal.SIGSEGV

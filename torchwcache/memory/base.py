@@ -38,7 +38,7 @@ class WritableSegment(Protocol):
             SegmentError: Somebody else still holds a writable mapping.
         """
 
-    def mapped(self) -> MappedSegment:
+    def mapped(self, *, access: Access = Access.COPY_ON_WRITE) -> MappedSegment:
         """The segment as any other process would see it, over the same addresses; only after :meth:`seal`, before :meth:`close`."""
 
     def close(self) -> None:

@@ -93,10 +93,14 @@ def _map(fd: int, nbytes: int, flags: int) -> tuple[mmap.mmap, int]:
 def _pristine(fd: int, nbytes: int) -> mmap.mmap:
     """A mapping of a sealed segment in which nothing can be written: what was published, whatever this process did to its own."""
     owner, address = _map(fd, nbytes, mmap.MAP_PRIVATE)
+    _forbid_writing(address, nbytes)
+    return owner
+
+
+def _forbid_writing(address: int, nbytes: int) -> None:
     if _libc.mprotect(address, nbytes, mmap.PROT_READ) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    return owner
 
 
 class HostWritableSegment:
@@ -178,7 +182,7 @@ class HostWritableSegment:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.1)
 
-    def mapped(self) -> HostMappedSegment:
+    def mapped(self, *, access: Access = Access.COPY_ON_WRITE) -> HostMappedSegment:
         """The segment as any other process would see it, over the same addresses.
 
         Raises:
@@ -187,7 +191,10 @@ class HostWritableSegment:
         if self._mapping is None or not self._sealed:
             raise SegmentError("only a sealed segment that was not closed can be shown as a mapped one")
         try:
-            return HostMappedSegment(self._mapping, self._nbytes, _pristine(self._fd, self._nbytes))
+            pristine = _pristine(self._fd, self._nbytes)
+            if access is Access.READONLY:
+                _forbid_writing(self._address, self._nbytes)
+            return HostMappedSegment(self._mapping, self._nbytes, pristine)
         except OSError as error:
             _raise_memory("map a segment", self._nbytes, error)
 
@@ -322,9 +329,8 @@ class HostMemory:
         try:
             mapping, address = _map(fd, nbytes, mmap.MAP_PRIVATE)
             # Lowered afterwards, so that Python still takes the buffer for a writable one: torch would warn of it otherwise.
-            if access is Access.READONLY and _libc.mprotect(address, nbytes, mmap.PROT_READ) != 0:
-                number = ctypes.get_errno()
-                raise OSError(number, os.strerror(number))
+            if access is Access.READONLY:
+                _forbid_writing(address, nbytes)
             pristine = _pristine(fd, nbytes)
         except OSError as error:
             _raise_memory("map a segment", nbytes, error)
