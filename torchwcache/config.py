@@ -121,6 +121,13 @@ def _frozen(mapping: Mapping[str, Any] | None, name: str) -> Mapping[str, Any]:
     return MappingProxyType(dict(mapping))
 
 
+def _patterns(patterns: object) -> tuple[str, ...]:
+    # A string is a sequence of strings, too: of characters, of which "*" means every tensor.
+    if isinstance(patterns, str) or not isinstance(patterns, (tuple, list)) or not all(isinstance(p, str) for p in patterns):
+        raise ConfigError(f"constants={patterns!r}: expected a list of patterns, such as ['*.inv_freq']")
+    return tuple(patterns)
+
+
 def _dtype_name(dtype: object) -> str | None:
     if dtype is None:
         return None
@@ -255,7 +262,7 @@ class ModelConfig:
             "build_meta": build_meta,
             "code_version": code_version,
             "ignore": _frozen(ignore, "ignore"),
-            "constants": tuple(constants),
+            "constants": _patterns(constants),
         }
         for item in fields(self):
             object.__setattr__(self, item.name, values[item.name])
@@ -288,6 +295,11 @@ def mode_from(value: Mode | str | None, environ: Mapping[str, str] = os.environ)
     return _member(Mode, value if value is not None else Mode.DAEMON, "mode")  # type: ignore[no-any-return]
 
 
+def access_from(value: Access | str) -> Access:
+    """What a process's own write to a shared weight does."""
+    return _member(Access, value, "access")  # type: ignore[no-any-return]
+
+
 def policies_from(
     *,
     on_mismatch: Policy | str | None = None,
@@ -297,9 +309,10 @@ def policies_from(
     environ: Mapping[str, str] = os.environ,
 ) -> Policies:
     """The policies in force. ``fallback`` (or ``TORCHWCACHE_FALLBACK``) is the one switch that sets all three at once."""
-    switch = environ.get("TORCHWCACHE_FALLBACK") or fallback
+    override = environ.get("TORCHWCACHE_FALLBACK")
+    switch = override or fallback
     if switch is not None:
-        every = _member(Policy, switch, "fallback")
+        every = _member(Policy, switch, "TORCHWCACHE_FALLBACK" if override else "fallback")
         return Policies(on_mismatch=every, on_unavailable=every, on_refused=every)
     default = Policies()
     return Policies(
