@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import enum
 import functools
+import io
+import random
 import threading
 import weakref
 from collections.abc import Callable
@@ -414,6 +416,18 @@ def test_a_class_attribute_changed_to_something_opaque_is_refused() -> None:
         capture_loaded(loaded, Net, classes=snapshot)
 
 
+@pytest.mark.parametrize("where", ["itself", "in a dict"])
+def test_a_tensor_of_a_class_that_the_load_wrote_to_is_refused(where: str) -> None:
+    class Net(nn.Module):
+        table: Any = torch.ones(2) if where == "itself" else {"table": torch.ones(2)}
+
+    snapshot = ClassSnapshot(build_meta(Net))
+    capture_loaded(Net().eval(), Net, classes=snapshot)
+    (Net.table if where == "itself" else Net.table["table"]).mul_(2)
+    with pytest.raises(CaptureError, match="table"):
+        capture_loaded(Net().eval(), Net, classes=snapshot)
+
+
 # ---- what is refused ---------------------------------------------------------------------------------------------------------
 
 
@@ -443,6 +457,77 @@ def test_refused_with_its_path(change: Callable[[nn.Module], None], path: str) -
     loaded = Plain().eval()
     change(loaded)
     assert any(found.startswith(path) for found in problems_of(loaded, Plain))
+
+
+def _half(x: Any) -> Any:
+    return x / 2
+
+
+def _double(x: Any) -> Any:
+    return x * 2
+
+
+class Opaque(nn.Module):
+    """Holds, as built, one each of what a load may put something else of its kind in the place of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.function: Any = _half
+        self.array = np.zeros(3)
+        self.partial = functools.partial(_half, x=1)
+        self.file = io.BytesIO(b"built")
+        self.random = random.Random(1)
+        self.inside = {"function": _half}
+
+
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        ("function", _set("function", lambda: _double)),
+        ("array", _set("array", lambda: np.ones(3))),
+        ("array", lambda m: m.array.fill(2)),
+        ("partial", _set("partial", lambda: functools.partial(_double, x=1))),
+        ("file", lambda m: m.file.write(b"load")),
+        ("random", lambda m: m.random.seed(2)),
+        ("inside", lambda m: m.inside.update(function=_double)),
+    ],
+)  # fmt: skip
+def test_what_the_load_put_in_the_place_of_its_like_is_refused(path: str, change: Callable[[Any], None]) -> None:
+    # It must not count as the object that the build makes in that place: then the build's would be served, and nobody told.
+    loaded = Opaque().eval()
+    if path in ("function", "inside"):
+        loaded.inside, loaded.function = (loaded.inside, None) if path == "inside" else ({}, loaded.function)
+    change(loaded)
+
+    def build() -> nn.Module:
+        built = Opaque()
+        if path in ("function", "inside"):
+            built.inside, built.function = (built.inside, None) if path == "inside" else ({}, built.function)
+        return built
+
+    assert any(found.startswith(path) for found in problems_of(loaded, build))
+    capture_loaded(build().eval(), build)  # as built it can be carried
+
+
+def test_an_array_over_the_memory_of_a_tensor_is_refused() -> None:
+    class Aliased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tensor = torch.zeros(4)
+            self.array = self.tensor.numpy()
+
+    def build() -> nn.Module:
+        with torch.device("cpu"):
+            return Aliased()
+
+    assert "memory of tensor" in problems_of(build().eval(), build)["array"]
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_a_gradient_are_refused(hook: str) -> None:
+    loaded = Plain().eval()
+    getattr(loaded.lin.weight, hook)(lambda gradient: None)
+    assert "hooks on its gradient" in problems_of(loaded, Plain)["lin.weight"]
 
 
 def test_every_problem_is_listed_at_once() -> None:

@@ -129,6 +129,7 @@ def capture(
         specs, misaligned = _tensor_specs(pairing, groups)
         problems += misaligned
         problems += find_addresses(groups, table, pairing.integers)
+        problems += _aliased_arrays(pairing, groups)
     class_edits: list[ClassEdit] = []
     if classes is not None:
         class_edits, against = classes.changes()
@@ -191,6 +192,15 @@ def _tensor_specs(pairing: Pairing, groups: list[StorageGroup]) -> tuple[tuple[T
             )
         )
     return tuple(specs), problems
+
+
+def _aliased_arrays(pairing: Pairing, groups: list[StorageGroup]) -> list[tuple[str, str]]:
+    return [
+        (path, f"this NumPy array lies in the memory of {pairing.table.paths[group.members[0]][0]}, and would no longer do so")
+        for path, start, end in pairing.arrays
+        for group in groups
+        if start < group.end and group.start < end
+    ]
 
 
 class _AttributeSets:

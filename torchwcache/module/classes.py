@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchwcache.encoding import Encoder, Value
@@ -16,6 +17,7 @@ __all__ = ["ClassSnapshot", "class_attributes", "encode_class_value", "tree_clas
 
 _CODE = (types.FunctionType, staticmethod, classmethod, property, type, types.GetSetDescriptorType, types.MemberDescriptorType)
 _encoder = Encoder()
+_MAX_DEPTH = 4
 
 
 def tree_classes(module: nn.Module) -> dict[str, type]:
@@ -42,6 +44,18 @@ def class_attributes(cls: type) -> dict[str, Any]:
     }
 
 
+def _marks(value: Any, depth: int = 0) -> object:
+    """What tells that a class attribute without a tagged form was changed in place: a tensor, or one in a container."""
+    if isinstance(value, torch.Tensor):
+        return (id(value), 0 if value.is_inference() else value._version)
+    if depth < _MAX_DEPTH:
+        if isinstance(value, dict):
+            return [(id(key), _marks(item, depth + 1)) for key, item in value.items()]
+        if isinstance(value, (list, tuple)):
+            return [_marks(item, depth + 1) for item in value]
+    return None
+
+
 class ClassSnapshot:
     """The class attributes of a tree at one moment; taken before a load, compared after it."""
 
@@ -49,7 +63,9 @@ class ClassSnapshot:
         self._classes = tree_classes(module)
         # Values are kept both encoded (a list that is changed in place is the same object) and as objects (for what is opaque).
         self._before = {
-            name: {attribute: (value, encode_class_value(value)) for attribute, value in class_attributes(cls).items()}
+            name: {
+                attribute: (value, encode_class_value(value), _marks(value)) for attribute, value in class_attributes(cls).items()
+            }
             for name, cls in self._classes.items()
         }
 
@@ -60,10 +76,10 @@ class ClassSnapshot:
         for name, cls in self._classes.items():
             before, now = self._before[name], class_attributes(cls)
             for attribute in before.keys() | now.keys():
-                old_object, old = before.get(attribute, (None, None))
+                old_object, old, marks = before.get(attribute, (None, None, None))
                 new_object = now.get(attribute)
                 new = encode_class_value(new_object) if attribute in now else None
-                if old == new and (old is not None or old_object is new_object):
+                if old == new and (old is not None or (old_object is new_object and marks == _marks(new_object))):
                     continue
                 if (attribute in before and old is None) or (attribute in now and new is None):
                     problems.append((f"class {name}.{attribute}", "the load changed this class attribute to something opaque"))

@@ -96,6 +96,7 @@ class Pairing:
         self._mated_built: dict[int, Any] = {}
         self._tuple_nodes: dict[type, _Node] = {}
         self._built_tensors: dict[int, tuple[torch.Tensor, _Node]] = {}
+        self.arrays: list[tuple[str, int, int]] = []  # memory of NumPy arrays that the build makes too
         self._pending: list[_Pending] = []
         self._depth = 0
         self._encoder = _StateEncoder(self)
@@ -204,9 +205,14 @@ class Pairing:
             self._depth -= 1
             return True
         try:
-            return self._pair_objects(_Node(a, b, parent, kind, key, path))
+            same = self._pair_objects(_Node(a, b, parent, kind, key, path))
         finally:
             self._depth -= 1
+        if not same:
+            # What is to be replaced is no mate: it would be carried as a reference to the very object that it replaces.
+            self._mates.pop(id(a), None)
+            self._mated_built.pop(id(b), None)
+        return same
 
     def _pair_objects(self, node: _Node) -> bool:
         a, b = node.loaded, node.built
@@ -236,7 +242,8 @@ class Pairing:
         elif isinstance(a, functools.partial):
             return self._pair_partials(node)
         elif not has_state(a):
-            return self._pair_opaque(node)
+            if not self._pair_opaque(node):
+                return False
         self._attributes(node, a, b)
         return True
 
@@ -341,6 +348,10 @@ class Pairing:
         return self.pair(target, other, _Node(a, b, parent, kind, key, path), "weakref", None, path)
 
     def _pair_opaque(self, node: _Node) -> bool:
+        interface = getattr(node.loaded, "__array_interface__", None)
+        if isinstance(interface, dict):
+            start = int(interface["data"][0])
+            self.arrays.append((node.path, start, start + node.loaded.nbytes))
         match same_opaque(node.loaded, node.built):
             case OpaqueComparison.SAME:
                 return True
@@ -515,10 +526,15 @@ def _same_atom(a: Any, b: Any) -> bool:
 
 def has_state(obj: Any) -> bool:
     """Whether all that an object holds can be listed: attributes and slots, and no C base that keeps data to itself."""
-    heap_type = 1 << 9
-    if not all(base.__flags__ & heap_type or base is types.SimpleNamespace for base in type(obj).__mro__[:-1]):
+    if any(_is_written_in_c(base) and base is not types.SimpleNamespace for base in type(obj).__mro__[:-1]):
         return False
     return hasattr(obj, "__dict__") or any("__slots__" in base.__dict__ for base in type(obj).__mro__)
+
+
+def _is_written_in_c(cls: type) -> bool:
+    heap_type = 1 << 9
+    # More and more of C's types are made at run time, as Python's are; but only they have a ``__new__`` that is not Python's own.
+    return not cls.__flags__ & heap_type or isinstance(cls.__dict__.get("__new__"), types.BuiltinFunctionType)
 
 
 def _key_token(key: Any) -> Any:

@@ -48,6 +48,8 @@ def unsupported_tensor(tensor: torch.Tensor, device: torch.device) -> str | None
         return f"its dtype {tensor.dtype} is not known to the manifest"
     if tensor.is_leaf and tensor.grad is not None:
         return "it has a gradient: call zero_grad(set_to_none=True) before publishing"
+    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        return "it has hooks on its gradient, which cannot be carried: register them after attaching"
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return f"{type(tensor).__name__} has a __torch_dispatch__ of its own"
     return None
