@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import threading
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch import nn
 
 from torchwcache.adapter import LoadContext
 from torchwcache.config import Identity, ModelConfig
-from torchwcache.errors import CheckpointChangedError
+from torchwcache.errors import CheckpointChangedError, FileLimitError
 from torchwcache.hashed_reads import HashedReads
 from torchwcache.identity import hashing
 from torchwcache.identity.checkpoint import CheckpointFiles, CheckpointIdentity, hash_files
@@ -235,3 +236,15 @@ def test_what_goes_to_another_device_is_read_for_the_hash(checkpoint: Path) -> N
         HashedReads(memory, identity).read_file(file.fileno(), 0, target)  # type: ignore[arg-type]
         assert memory.calls == [(0, 2 * MIB)]
         assert identity.finish().hex == hash_files(files)
+
+
+def test_no_descriptors_left_is_said_so(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        with pytest.raises(FileLimitError, match=r"limit is 3"):
+            hashing.open_file(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -10,19 +10,21 @@ Files are read, not mapped: a file that is truncated meanwhile gives an error, w
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchwcache.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from torchwcache.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, FileLimitError
 
 if TYPE_CHECKING:
     from torchwcache.identity.checkpoint import StatIdentity
 
-__all__ = ["LEAF_NBYTES", "ContentHasher", "FileHash", "combine", "sample_file"]
+__all__ = ["ContentHasher", "FileHash", "LEAF_NBYTES", "combine", "open_file", "sample_file"]
 
 LEAF_NBYTES = 1 << 20
 """Part of the digest's definition: changing it changes every digest. So much stays in the second-level cache between being read
@@ -47,12 +49,28 @@ def combine(kind: str, items: Iterable[tuple[str, bytes]]) -> str:
     return digest.hexdigest()
 
 
-def _open(path: Path) -> int:
+def open_file(path: Path) -> int:
+    """Open a file of a checkpoint for reading; the caller closes the descriptor.
+
+    Raises:
+        CheckpointNotFoundError: There is no such file.
+        FileLimitError: This process has no descriptors left.
+        CheckpointError: The file cannot be read.
+    """
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(f"{path}: no such file", path=str(path)) from error
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            raise FileLimitError(
+                f"this process has no file descriptors left to open {path}: its limit is {limit} (`ulimit -n`; it may be raised to "
+                f"{most})",
+                path=str(path),
+                limit=limit,
+                needed=1,
+            ) from error
         raise CheckpointError(f"{path}: cannot be read: {error}", path=str(path)) from error
 
 
@@ -77,7 +95,7 @@ def sample_file(path: Path, nbytes: int) -> bytes:
     import xxhash
 
     digest = xxhash.xxh3_128(nbytes.to_bytes(8, "little"))
-    fd = _open(path)
+    fd = open_file(path)
     try:
         for start, stop in _sample_ranges(fd, path, nbytes):
             buffer = memoryview(bytearray(stop - start))
@@ -354,7 +372,7 @@ class ContentHasher:
         missing = file.missing(start, stop)
         if not missing:
             return
-        fd = _open(file.path)
+        fd = open_file(file.path)
         try:
             # From a cold disk the kernel then reads this span in big pieces, ahead of us (and of the loader).
             first, end = file.bounds(missing[0])[0], file.bounds(missing[-1])[1]

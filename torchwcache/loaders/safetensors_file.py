@@ -18,8 +18,9 @@ from typing import Any, TypeAlias
 import torch
 from safetensors import SafetensorError, safe_open
 
-from torchwcache.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from torchwcache.errors import CheckpointError, CorruptCheckpointError
 from torchwcache.identity.checkpoint import CheckpointFiles
+from torchwcache.identity.hashing import open_file
 from torchwcache.loaders.shards import read_index
 
 __all__ = ["Piece", "ReadFile", "SafetensorsCheckpoint", "TensorInfo", "read_into_memory"]
@@ -216,7 +217,7 @@ class SafetensorsCheckpoint:
         return str(self._paths[0]) if len(self._paths) == 1 else f"{self._paths[0].parent} ({len(self._paths)} shards)"
 
     def _add(self, path: Path) -> None:
-        fd = _open(path)
+        fd = open_file(path)
         self._stack.callback(os.close, fd)
         shard = len(self._fds)
         self._fds.append(fd)
@@ -311,15 +312,6 @@ def _runs(
     for first in range(start, stop, step):
         last = min(first + step, stop)
         yield _Run(target[first - start : last - start], offset + first * row, (last - first, *shape[1:]), inner)
-
-
-def _open(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointNotFoundError(f"{path}: no such file", path=str(path)) from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}", path=str(path)) from error
 
 
 def _read_header(fd: int, path: Path, shard: int) -> Iterator[tuple[str, TensorInfo]]:
