@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
 from support import worker
-from support.worker import digest
+from support.saved_models import save_pretrained, saved, verified
 
 FAMILIES = ("llama", "llama_tied", "qwen3", "qwen3_moe", "bert", "vit", "t5", "mamba")
 MINILM = "minilm"
@@ -70,23 +68,6 @@ def shape_of_ties(here, *, name="model"):
     }
 
 
-def save_pretrained(here, *, folder, name="model"):
-    here.models[name].save_pretrained(folder)
-
-
-def saved(folder):
-    """Everything that ``save_pretrained`` wrote: tensors by their bits, and the configs."""
-    found = {}
-    for path in sorted(Path(folder).iterdir()):
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt") as file:
-                names = list(file.keys())
-                found[path.name] = {name: [digest(file.get_tensor(name)), list(file.get_tensor(name).shape)] for name in names}
-        else:
-            found[path.name] = json.loads(path.read_text())
-    return found
-
-
 @pytest.mark.parametrize("family", [MINILM, *FAMILIES])
 def test_attached_is_as_loaded(family, checkpoints, workers, daemon, tmp_path):
     cfg = {"checkpoint": checkpoints[family]}
@@ -145,12 +126,6 @@ def test_generation_goes_as_after_a_load(family, checkpoints, workers, daemon):
     assert client.do(worker.attach, cfg=cfg)["source"] == "cache"
     plain.do(worker.load_without_us, cfg=cfg)
     assert client.do(generate) == producer.do(generate) == plain.do(generate)
-
-
-def verified(here, *, cfg):
-    from torchwcache import WeightCache
-
-    return WeightCache.connect().verify(worker.config(cfg)).as_dict()
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", MINILM])

@@ -16,6 +16,8 @@ from torchwcache.loaders.base import Loader
 from torchwcache.loaders.huggingface import HuggingFaceLoader
 from torchwcache.loaders.safetensors import SafetensorsLoader
 from torchwcache.memory.select import memory_for
+from torchwcache.quantization.block_fp8_layers import BlockFP8Experts, BlockFP8Linear
+from torchwcache.quantization.block_fp8_method import BlockFP8
 from torchwcache.quantization.unquantized import Unquantized
 from torchwcache.testing import AdapterConformance, LoaderConformance, QuantizationConformance
 from torchwcache_nn import NNAdapter
@@ -35,6 +37,10 @@ class Net(nn.Module):
 def fuse(module: nn.Module) -> None:
     module.fused = module.head.weight.data.t().contiguous()
     module.ready = True
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 8))
 
 
 @pytest.fixture
@@ -112,6 +118,62 @@ class TestUnquantized(QuantizationConformance):
         packed.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int32), requires_grad=False)
         scaled.weight = nn.Parameter(torch.zeros(2, 2).to(torch.float8_e4m3fn), requires_grad=False)
         return [packed, scaled]
+
+
+class TestBlockFP8(QuantizationConformance):
+    @pytest.fixture
+    def method(self) -> BlockFP8:
+        return BlockFP8()
+
+    @pytest.fixture
+    def stated(self) -> dict[str, Any]:
+        return {"quant_method": "fp8", "weight_block_size": [16, 16]}
+
+    @pytest.fixture
+    def sound(self) -> nn.Module:
+        experts = BlockFP8Experts(2, 24, 40, nn.SiLU(), block_size=(16, 16))
+        return nn.Sequential(BlockFP8Linear(24, 40, block_size=(16, 16)), experts, nn.Linear(4, 4))
+
+    @pytest.fixture
+    def unsound(self) -> list[nn.Module]:
+        def changed(**scales: torch.Tensor | None) -> nn.Module:
+            layer = BlockFP8Linear(24, 40, block_size=(16, 16))
+            for name, tensor in scales.items():
+                setattr(layer, name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
+            return layer
+
+        return [
+            nn.Linear(2, 2),
+            changed(weight_scale_inv=None),
+            changed(weight_scale_inv=torch.ones(2, 3)),
+            changed(weight_scale_inv=torch.ones(40, 1)),
+            changed(weight_scale_inv=torch.tensor(1.0)),
+            changed(weight_scale_inv=torch.ones(3, 2, dtype=torch.float16)),
+            changed(weight=torch.ones(40, 24, dtype=torch.int8)),
+        ]
+
+
+class TestQuantizedPlainModules(AdapterConformance):
+    @pytest.fixture
+    def adapter(self) -> NNAdapter:
+        return NNAdapter()
+
+    @pytest.fixture
+    def cfg(self, tmp_path: Path) -> ModelConfig:
+        module = two_layers()
+        save_file(module.state_dict(), tmp_path / "model.safetensors")
+        asked = {"weight_block_size": (8, 8), "modules_to_not_convert": ["1"]}
+        return ModelConfig(tmp_path / "model.safetensors", build=two_layers, quantization="fp8", quantization_config=asked)
+
+
+class TestQuantizedTransformers(AdapterConformance):
+    @pytest.fixture
+    def adapter(self) -> NNAdapter:
+        return NNAdapter()
+
+    @pytest.fixture
+    def cfg(self, llama: ModelConfig) -> ModelConfig:
+        return ModelConfig(llama.checkpoint, quantization="fp8", quantization_config={"weight_block_size": (8, 8)})
 
 
 # ---- the suites can fail -----------------------------------------------------------------------------------------------------

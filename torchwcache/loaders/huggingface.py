@@ -17,6 +17,7 @@ from torchwcache.errors import (
     ConfigError,
     CorruptCheckpointError,
     StateDictError,
+    UnsupportedQuantizationError,
 )
 from torchwcache.identity.checkpoint import CheckpointFiles
 from torchwcache.loaders.hub import FolderCache
@@ -231,6 +232,7 @@ class HuggingFaceLoader:
         Raises:
             CheckpointError: Files are missing, corrupt, or do not fit the model.
             BuildError: The class cannot be built.
+            UnsupportedQuantizationError: It cannot be quantized at load, as was asked for.
         """
         import torch
         from safetensors import SafetensorError
@@ -250,18 +252,18 @@ class HuggingFaceLoader:
         folder = self.folder(cfg)
         # Transformers' own error about sizes refers to a log; its report names each tensor.
         wanted = kwargs.pop("ignore_mismatched_sizes", False)
+        kwargs |= {} if cfg.device == "cpu" else {"device_map": {"": cfg.device}}
+        kwargs["dtype"] = getattr(torch, cfg.dtype) if cfg.dtype is not None else "auto"
         try:
-            module, report = cls.from_pretrained(
-                folder,
-                config=config,
-                dtype=getattr(torch, cfg.dtype) if cfg.dtype is not None else "auto",
-                output_loading_info=True,
-                use_safetensors=True,
-                local_files_only=True,
-                ignore_mismatched_sizes=True,
-                **({} if cfg.device == "cpu" else {"device_map": {"": cfg.device}}),
-                **kwargs,
-            )
+            try:
+                module, report = _from_pretrained(cls, folder, config, kwargs)
+            except UnsupportedQuantizationError as error:
+                if settings is None or settings.at_load:
+                    raise
+                notes.append(f"loaded as Transformers does by itself: {error}")
+                module, report = _from_pretrained(cls, folder, self.config(cfg), kwargs)
+        except UnsupportedQuantizationError:
+            raise
         except SafetensorError as error:
             raise CorruptCheckpointError(f"{folder}: is truncated or corrupt: {error}", path=str(folder)) from error
         except RuntimeError as error:
@@ -324,6 +326,19 @@ class HuggingFaceLoader:
         with safe_open(first, framework="pt") as file:
             dtypes = [DTYPES[file.get_slice(name).get_dtype()] for name in file.keys()]  # noqa: SIM118 (it is no mapping)
         return next((dtype for dtype in dtypes if dtype.is_floating_point), dtypes[0] if dtypes else torch.get_default_dtype())
+
+
+def _from_pretrained(cls: Any, folder: Path, config: Any, kwargs: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    module, report = cls.from_pretrained(
+        folder,
+        config=config,
+        output_loading_info=True,
+        use_safetensors=True,
+        local_files_only=True,
+        ignore_mismatched_sizes=True,
+        **kwargs,
+    )
+    return module, report
 
 
 def _asked(cfg: ModelConfig) -> dict[str, Any] | None:

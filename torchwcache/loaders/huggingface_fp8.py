@@ -20,7 +20,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 from transformers.utils.quantization_config import FineGrainedFP8Config, QuantizationMethod
 
-from torchwcache.errors import BuildError
+from torchwcache.errors import BuildError, StateDictError, UnsupportedQuantizationError
 from torchwcache.loaders.safetensors_file import SafetensorsCheckpoint
 from torchwcache.quantization import block_fp8
 from torchwcache.quantization.block_fp8_config import BlockFP8Settings
@@ -92,7 +92,7 @@ class BlockFP8Quantizer(FineGrainedFP8HfQuantizer):
         """The base's, and the name that compressed-tensors has for scales."""
         updated = super().update_weight_conversions(weight_conversions, model)  # type: ignore[no-untyped-call]
         if getattr(self, "scale_name", None) == "weight_scale":
-            updated = [WeightRenaming(r"\.weight_scale$", r".weight_scale_inv"), *updated]
+            updated = [WeightRenaming(r"\.weight_scale(?!_inv)", ".weight_scale_inv"), *updated]
         return updated
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
@@ -152,6 +152,8 @@ def _replace(model: Any, stay: list[str], block: tuple[int, int], *, pre_quantiz
             continue
         try:
             made = _counterpart(path, module, block)
+        except UnsupportedQuantizationError:
+            raise
         except ValueError as error:
             if pre_quantized:
                 raise refuse("fp8", path, str(error)) from error
@@ -239,15 +241,29 @@ def prepare_build(model: Any, settings: BlockFP8Settings, stated: Mapping[str, A
 
 
 def disagreement(checkpoint: SafetensorsCheckpoint, settings: BlockFP8Settings) -> str | None:
-    """Why a checkpoint whose config says fp8 does not hold block FP8 weights, by its headers; ``None`` when it does."""
+    """Why a checkpoint whose config says fp8 does not hold block FP8 weights, by its headers; ``None`` when it does.
+
+    Raises:
+        StateDictError: A float8 weight has no scales, so that nobody can tell what it means.
+    """
     names = [name for name in checkpoint.names() if checkpoint.info(name).dtype is block_fp8.FLOAT8]
     if not names:
         return "the config says fp8, but no tensor of the checkpoint is float8"
+    bare = [name for name in names if not any(scales in checkpoint for scales in _names_of_scales(name))]
+    if bare:
+        shown = ", ".join(bare[:10]) + (f" and {len(bare) - 10} more" if len(bare) > 10 else "")
+        raise StateDictError(
+            f"{checkpoint.paths[0].parent}: these float8 weights have no scales: {shown}. Complete or convert the checkpoint",
+            missing=[f"{name}_scale_inv" for name in bare],
+        )
     for name in names:
-        if f"{name}_scale_inv" not in checkpoint and f"{name}_scale" not in checkpoint:
-            return f"{name} is float8, and has no scales beside it"
         try:
             block_fp8.check_block(settings.block, checkpoint.info(name).shape)
         except (ValueError, IndexError) as error:
             return f"{name}: {error}"
     return None
+
+
+def _names_of_scales(weight: str) -> tuple[str, ...]:
+    stem = weight.rpartition(".")[0]
+    return f"{weight}_scale_inv", f"{weight}_scale", f"{stem}.scale", f"{stem}.qscale_weight"

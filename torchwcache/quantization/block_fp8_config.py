@@ -183,4 +183,7 @@ def asked_settings(config: Mapping[str, Any], where: str) -> BlockFP8Settings:
 
 
 def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value != ""
+    try:
+        return isinstance(value, str) and value != "" and bool(re.compile(value))
+    except re.error:
+        return False
