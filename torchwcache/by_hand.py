@@ -46,7 +46,7 @@ def publish_by_hand(cfg: ModelConfig, model: nn.Module, options: AttachOptions) 
             reply, fds = attaching.ask(fingerprint, provisional=False)
             if isinstance(reply, Hit):
                 _raise_taken(options.variant, fds)
-            check_publishable(cfg, LoadResult(module=model), attaching.method)
+            check_publishable(cfg, LoadResult(module=model), attaching.method, attaching.description.quantization_config)
             with report.phase("capture"):
                 captured = capture_module(
                     cfg, attaching.adapter, model, attaching.built, attaching.construction, attaching.memory, None
