@@ -241,9 +241,8 @@ class Pairing:
             return self._pair_functions(node)
         elif isinstance(a, functools.partial):
             return self._pair_partials(node)
-        elif not has_state(a):
-            if not self._pair_opaque(node):
-                return False
+        elif not has_state(a) and not self._pair_opaque(node):
+            return False
         self._attributes(node, a, b)
         return True
 
