@@ -147,7 +147,7 @@ def no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> int:
         raise AssertionError(f"{path} was opened")
 
-    monkeypatch.setattr(hashing, "_open", refuse)
+    monkeypatch.setattr(hashing, "open_file", refuse)
 
 
 @pytest.mark.usefixtures("later")
@@ -167,8 +167,8 @@ def test_only_new_files_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     CheckpointIdentity(files_of(folder)).compute()
     (folder / "c.safetensors").write_bytes(b"new")
     opened: list[str] = []
-    real = hashing._open
-    monkeypatch.setattr(hashing, "_open", lambda path: opened.append(path.name) or real(path))
+    real = hashing.open_file
+    monkeypatch.setattr(hashing, "open_file", lambda path: opened.append(path.name) or real(path))
     content = CheckpointIdentity(files_of(folder)).compute()
     assert opened == ["c.safetensors"]
     assert content.hex == hash_files(files_of(folder))
