@@ -56,7 +56,13 @@ def describe(here, *, path, name="model"):
     return {place: [facts.dtype, list(facts.shape), facts.digest, facts.finite] for place, facts in answer.items()}
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+def each():
+    """Diffusers takes several seconds to be imported, in three processes."""
+    for name, item in ARCHITECTURES.items():
+        yield pytest.param(name, marks=pytest.mark.slow) if item.package == "diffusers" else name
+
+
+@pytest.mark.parametrize("name", each())
 def test_attached_as_loaded_or_refused(name, workers, daemon, tmp_path, request):
     item = architecture(name)
     if importlib.util.find_spec(item.package) is None:

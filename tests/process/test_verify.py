@@ -153,3 +153,20 @@ def test_wrong_uses_are_told(project: Path, daemon: Any) -> None:
     assert (raising.returncode, "nothing" in raising.stderr) == (ExitCode.USAGE, True)
     late = torchwcache("verify", *MODEL, "--timeout", "0.01", cwd=project)
     assert (late.returncode, "--timeout" in late.stderr) == (ExitCode.ERROR, True)
+
+
+@pytest.mark.slow
+def test_inputs_for_a_transformers_model_are_generated(tmp_path: Path, daemon: Any) -> None:
+    pytest.importorskip("transformers")
+    made = subprocess.run(
+        [sys.executable, "-m", "torchwcache.cli.demo_worker", "tiny", "--make-tiny"], cwd=tmp_path, timeout=120, check=False
+    )
+    assert made.returncode == 0
+    assert torchwcache("load", "tiny", cwd=tmp_path).returncode == 0
+    ran = torchwcache("verify", "tiny", "--deep", "--json", "out.json", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    record = record_of(tmp_path / "out.json")
+    assert (record["label"], record["inputs"]) == ("LlamaForCausalLM", "generated")
+    assert record["compared"]["outputs"] == 5  # the logits, and the keys and values of two layers
+    assert record["compared"]["opaque"] == []
+    assert "generation_config" in record["ignored"]
