@@ -407,6 +407,24 @@ def test_every_packed_layout_is_refused_in_an_fp8_model_too(name: str) -> None:
         check_tensors("fp8", nn.Sequential(BlockFP8Linear(16, 16, block_size=(16, 16)), PACKED[name]()))
 
 
+@pytest.mark.parametrize("method", ["unquantized", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float4_e2m1fn_x2, torch.uint4, torch.int4, torch.uint2], ids=str)
+def test_dtypes_of_less_than_a_byte_are_refused(dtype: torch.dtype, method: str) -> None:
+    tree = nn.Sequential(BlockFP8Linear(16, 16, block_size=(16, 16))) if method == "fp8" else nn.Sequential(nn.Linear(2, 2))
+    tree.append(Holder(p_codes=torch.empty(4, 4, dtype=torch.uint8).view(dtype)))
+    with pytest.raises(UnsupportedQuantizationError) as caught:
+        check_tensors(method, tree)
+    assert caught.value.module == "1.codes"
+
+
+def test_wrapper_subclasses_are_refused_in_an_fp8_model_too() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    module = pair(p_weight=None, a_weight=TwoTensor(float8(48, 32), float8(48, 32)))
+    with pytest.raises(UnsupportedQuantizationError, match="TwoTensor"):
+        check_tensors("fp8", nn.Sequential(BlockFP8Linear(16, 16, block_size=(16, 16)), module))
+
+
 @pytest.mark.parametrize("name", PLAIN)
 def test_ordinary_integer_buffers_pass_in_an_fp8_model_too(name: str) -> None:
     check_tensors("fp8", nn.Sequential(BlockFP8Linear(16, 16, block_size=(16, 16)), PLAIN[name]()))

@@ -215,9 +215,7 @@ class HuggingFaceLoader:
         except (NotImplementedError, RuntimeError, TypeError, ValueError, ImportError, AttributeError) as error:
             raise BuildError(f"{cls.__qualname__} cannot be built: {type(error).__name__}: {error}") from error
         if settings is not None:
-            from torchwcache.loaders.huggingface_fp8 import prepare_build
-
-            prepare_build(module, settings, self.quantization_config(cfg), cfg.device)
+            _fp8().prepare_build(module, settings, self.quantization_config(cfg), cfg.device)
         module.eval()
         # The marks that from_pretrained leaves: without them each would be a difference to carry and to set again at every attach.
         if hasattr(module, "set_use_kernels"):
@@ -284,15 +282,13 @@ class HuggingFaceLoader:
         self, cfg: ModelConfig, settings: BlockFP8Settings, checkpoint: SafetensorsCheckpoint, config: Any, kwargs: dict[str, Any]
     ) -> list[str]:
         """Make ``from_pretrained`` do what the settings say. A checkpoint that its config belies is loaded as without us."""
-        from torchwcache.loaders import huggingface_fp8
-
         if settings.at_load:
-            kwargs["quantization_config"] = huggingface_fp8.quantization_argument(settings, cfg.device)
+            kwargs["quantization_config"] = _fp8().quantization_argument(settings, cfg.device)
             return []
         kwargs.pop("quantization_config", None)
-        if (why := huggingface_fp8.disagreement(checkpoint, settings)) is not None:
+        if (why := _fp8().disagreement(checkpoint, settings)) is not None:
             return [f"loaded as Transformers does by itself: {why}"]
-        huggingface_fp8.set_on_config(config, settings, self.quantization_config(cfg) or {}, cfg.device)
+        _fp8().set_on_config(config, settings, self.quantization_config(cfg) or {}, cfg.device)
         return []
 
     def _kwargs(self, cfg: ModelConfig) -> dict[str, Any]:
@@ -326,6 +322,14 @@ class HuggingFaceLoader:
         with safe_open(first, framework="pt") as file:
             dtypes = [DTYPES[file.get_slice(name).get_dtype()] for name in file.keys()]  # noqa: SIM118 (it is no mapping)
         return next((dtype for dtype in dtypes if dtype.is_floating_point), dtypes[0] if dtypes else torch.get_default_dtype())
+
+
+def _fp8() -> Any:
+    try:
+        from torchwcache.loaders import huggingface_fp8
+    except (ImportError, AttributeError) as error:
+        raise BuildError(f"Transformers {_version()} has another interface for FP8 than is known here: {error}") from error
+    return huggingface_fp8
 
 
 def _from_pretrained(cls: Any, folder: Path, config: Any, kwargs: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
