@@ -62,7 +62,7 @@ def each():
         yield pytest.param(name, marks=pytest.mark.slow) if item.package == "diffusers" else name
 
 
-@pytest.mark.parametrize("name", each())
+@pytest.mark.parametrize("name", list(each()))
 def test_attached_as_loaded_or_refused(name, workers, daemon, tmp_path, request):
     item = architecture(name)
     if importlib.util.find_spec(item.package) is None:
