@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from torchwcache.errors import ProtocolError, ProtocolVersionError
 from torchwcache.wire import framing
-from torchwcache.wire.messages import PROTOCOL_VERSION, Attach, Commit, Failure, Status
+from torchwcache.wire.messages import PROTOCOL_VERSION, Abort, Attach, Commit, Failure, Status
 
 HEADER = struct.Struct(">8sHHI")
 
@@ -365,3 +365,8 @@ def test_a_commit_decodes_from_the_readers_buffer(pair):
     )
     with pipes(2) as fds, transfer(*pair, framing.encode(commit), fds) as frame:
         assert framing.decode_request(frame.payload) == commit
+
+
+def test_a_file_name_that_is_no_text_can_be_sent():
+    message = framing.decode_request(framing.encode(Abort(ticket=1, reason="/models/caf\udce9.safetensors: gone")))
+    assert message.reason == "/models/caf\\udce9.safetensors: gone"

@@ -333,8 +333,13 @@ _M = TypeVar("_M")
 
 
 def encode(message: Request | Reply) -> bytes:
-    """A message as payload bytes."""
-    return _encoder.encode(message)
+    """A message as payload bytes. Bytes of a file name that are no text, as in a slot or a reason, are written as escapes."""
+    try:
+        return _encoder.encode(message)
+    except UnicodeEncodeError:
+        texts = {name: getattr(message, name) for name in message.__struct_fields__}
+        escaped = {name: text.encode(errors="backslashreplace").decode() for name, text in texts.items() if isinstance(text, str)}
+        return _encoder.encode(msgspec.structs.replace(message, **escaped))
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[_M], payload: bytes | bytearray) -> _M:
