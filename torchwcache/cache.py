@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from torchwcache.attachment import Attachment, AttachReport
-from torchwcache.config import Access, Mode, ModelConfig, Policies, Policy, access_from, mode_from, policies_from
+from torchwcache.config import Access, Mode, ModelConfig, Policies, Policy, access_from, mode_from, policies_from, timeout_from
 from torchwcache.errors import ConfigError, DaemonUnavailable
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class DaemonCache(WeightCache):
                 on_mismatch=on_mismatch, on_unavailable=on_unavailable, on_refused=on_refused, fallback=fallback
             ),
             access=access_from(access),
-            timeout_s=timeout_s,
+            timeout_s=timeout_from(timeout_s),
             requires_grad=requires_grad,
             variant=variant,
         )

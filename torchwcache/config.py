@@ -300,6 +300,17 @@ def access_from(value: Access | str) -> Access:
     return _member(Access, value, "access")  # type: ignore[no-any-return]
 
 
+MAX_TIMEOUT_S = 7 * 24 * 3600.0
+"""The daemon's bound for a wait."""
+
+
+def timeout_from(value: float) -> float:
+    """How long to wait for another producer, in seconds."""
+    if not isinstance(value, (int, float)) or not 0 <= value <= MAX_TIMEOUT_S:
+        raise ConfigError(f"timeout_s={value!r}: expected seconds, from 0 to {MAX_TIMEOUT_S:.0f}")
+    return float(value)
+
+
 def policies_from(
     *,
     on_mismatch: Policy | str | None = None,

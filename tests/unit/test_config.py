@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchwcache.config import Access, ModelConfig, Policy, access_from, policies_from
+from torchwcache.config import Access, ModelConfig, Policy, access_from, policies_from, timeout_from
 from torchwcache.errors import ConfigError
 
 
@@ -30,3 +30,10 @@ def test_a_wrong_access_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="'copy-on-write', 'readonly'"):
         access_from("read-only")
     assert access_from("readonly") is Access.READONLY
+
+
+@pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), "60"])
+def test_a_wrong_timeout_is_a_config_error(seconds: Any) -> None:
+    with pytest.raises(ConfigError, match="timeout_s="):
+        timeout_from(seconds)
+    assert timeout_from(0) == 0
