@@ -260,7 +260,8 @@ class Attaching:
         variant = self.options.variant
         self.note_others(self.fingerprint(self.identity.compute()), reply.others)
         if variant is None:
-            raise EntryNotFoundError(f"{self.slot} is not in the cache", differences=self.report.differences)
+            differ = "".join(f"\n  the closest entry of this slot differs in {item}" for item in self.report.differences)
+            raise EntryNotFoundError(f"{self.slot} is not in the cache{differ}", differences=self.report.differences)
         raise MismatchError(
             f"variant {variant!r} of {self.slot} is not in the cache, and only the process that published it can publish it"
             + "".join(f"\n  {difference}" for difference in self.report.differences),
