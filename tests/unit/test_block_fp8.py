@@ -86,6 +86,21 @@ def test_views_and_threads_make_no_difference() -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_gpu_gives_the_same_bits(dtype: torch.dtype) -> None:
+    weight = torch.randn(4, 300, 200).to(dtype)
+    weight[0, :16] *= 1e-5
+    weight[1, 3, 5], weight[1, 3, 6] = math.nan, math.inf
+    expected = quantize_block_fp8(weight, B16)
+    found = quantize_block_fp8(weight.cuda(), B16)
+    assert torch.equal(found[1].cpu(), expected[1])
+    assert torch.equal(found[0].cpu().float().nan_to_num(7), expected[0].float().nan_to_num(7))
+    back = dequantize_block_fp8(*found, B16, torch.bfloat16).cpu()
+    assert torch.equal(back.nan_to_num(7), dequantize_block_fp8(*expected, B16, torch.bfloat16).nan_to_num(7))
+
+
 def test_little_memory_at_a_time_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(100, 72)
     expected = quantize_block_fp8(weight, B16)

@@ -63,7 +63,7 @@ def _check_weight(weight: torch.Tensor) -> None:
 def quantize_block_fp8(
     weight: torch.Tensor, block: tuple[int, int] = BLOCK, scale_dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize a weight. The same input gives the same bits, whatever the number of threads.
+    """Quantize a weight. The same input gives the same bits, whatever the number of threads, and on a GPU as on a CPU.
 
     A block's scale is its largest finite magnitude divided by 448, the largest float8_e4m3fn. Every finite element comes back with
     an error of at most half a float8 step at its own magnitude, times the scale, but for what float32 rounds. At the edges:
@@ -114,7 +114,9 @@ def _quantize_rows(rows: torch.Tensor, block: tuple[int, int], to: torch.Tensor,
     finite = tiles.isfinite()
     largest = torch.where(finite, tiles.abs(), 0.0).amax(dim=(1, 3))
     smallest = torch.finfo(torch.float32).tiny
-    scale.copy_(torch.where(largest > 0, (largest / _LARGEST).clamp(min=smallest), 1.0))
+    # By a tensor: CUDA turns a division by a Python number into a multiplication, which rounds differently.
+    candidates = (largest / largest.new_full((), _LARGEST)).clamp(min=smallest)
+    scale.copy_(torch.where(largest > 0, candidates, 1.0))
     # The cast does not saturate, so what rounding has put beyond the largest value is brought back first.
     scaled = (tiles / scale.float()[:, None, :, None]).clamp(-_LARGEST, _LARGEST)
     values = torch.where(finite, scaled, torch.nan).to(FLOAT8)
