@@ -30,6 +30,7 @@ from torchwcache.identity.fingerprint import Fingerprint, diff, fingerprint_of, 
 from torchwcache.manifest import Manifest, decode_manifest, validate
 from torchwcache.memory.base import MappedSegment, Memory
 from torchwcache.memory.select import memory_for
+from torchwcache.module.one_at_a_time import one_at_a_time
 from torchwcache.module.rebind import rebind
 from torchwcache.producing import Production
 from torchwcache.production import UNUSABLE, Heartbeat, attach_from_disk, make_room, needed_nbytes
@@ -91,13 +92,13 @@ class Attaching:
         Args:
             scratch: A live module of this model exists in the process already (design D11).
         """
-        with self.report.phase("build"):
+        with self.report.phase("build"), one_at_a_time():
             if scratch:
                 with self.adapter.scratch_build(self.cfg) as (self.built, self.construction):
                     pass
             else:
                 self.built, self.construction = self.adapter.build(self.cfg)
-        with self.report.phase("fingerprint"):
+        with self.report.phase("fingerprint"), one_at_a_time():
             self.description = self.adapter.describe(self.cfg, self.built)
             self.method = check_config(self.description.quantization_config, self.cfg.quantization)
             self.identity = CheckpointIdentity(self.description.checkpoint, mode=self.cfg.identity)
@@ -113,13 +114,14 @@ class Attaching:
         if self.asked is not None:
             return self.asked.with_content(content)
         description = self.description
-        environment = environment_stamp(
-            self.cfg.device,
-            packages=description.packages,
-            env_names=description.env_names,
-            computes=description.computes or self.cfg.finalize is not None,
-            environ=os.environ,
-        )
+        with one_at_a_time():  # no setting is read while another thread's load has it changed
+            environment = environment_stamp(
+                self.cfg.device,
+                packages=description.packages,
+                env_names=description.env_names,
+                computes=description.computes or self.cfg.finalize is not None,
+                environ=os.environ,
+            )
         self.asked = fingerprint_of(
             self.cfg,
             description,

@@ -12,6 +12,7 @@ from torchwcache.config import Policy
 from torchwcache.errors import DaemonError, WeightCacheError
 from torchwcache.hashed_reads import HashedReads
 from torchwcache.module.classes import ClassSnapshot
+from torchwcache.module.one_at_a_time import one_at_a_time
 from torchwcache.module.pack import SegmentWriter
 from torchwcache.production import (
     REFUSALS,
@@ -89,7 +90,7 @@ class Production:
             read_file=HashedReads(self.memory, self.identity).read_file,
             progress=heartbeat.update,
         )
-        with self.report.phase("load"):
+        with self.report.phase("load"), one_at_a_time():
             result = self.adapter.load(self.cfg, context)
         self.report.warnings += tuple(result.notes)
         return result

@@ -28,6 +28,7 @@ from torchwcache.memory.base import MappedSegment, Memory
 from torchwcache.memory.select import memory_for
 from torchwcache.module.capture import Captured, capture
 from torchwcache.module.classes import ClassSnapshot
+from torchwcache.module.one_at_a_time import one_at_a_time
 from torchwcache.module.pack import SegmentWriter, pack
 from torchwcache.quantization.registry import check_tensors
 from torchwcache.wire.messages import Commit, Hit
@@ -80,7 +81,8 @@ def load_unpublished(cfg: ModelConfig, adapter: Adapter, memory: Memory) -> Load
     context = LoadContext(
         allocate=allocate, expect=lambda sizes: None, read_file=memory.read_file, progress=lambda done, total: None
     )
-    return adapter.load(cfg, context)
+    with one_at_a_time():
+        return adapter.load(cfg, context)
 
 
 def attach_from_disk(cfg: ModelConfig, report: AttachReport, *, requires_grad: bool) -> Attachment:

@@ -62,3 +62,41 @@ def test_whoever_comes_late_waits_too(at, workers, daemon, linked, tmp_path, wai
     report = client.result()
     assert (report["source"], report["published"]) == ("waited", False)
     assert client.do(worker.output) == producer.do(worker.output)
+
+
+def attach_in_threads(here, *, cfg, dtypes):
+    """Attach one checkpoint in several threads at once, each in a dtype of its own: what each got, and what is left of it."""
+    import threading
+
+    import torch
+
+    found, start = {}, threading.Barrier(len(dtypes))
+
+    def one(dtype):
+        start.wait(30)
+        attachment = worker.WeightCache.attach(worker.config({**cfg, "dtype": dtype}))
+        found[dtype] = sorted({str(tensor.dtype) for tensor in attachment.model.parameters()})
+        attachment.close()
+
+    threads = [threading.Thread(target=one, args=(dtype,)) for dtype in dtypes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {"found": found, "default": str(torch.get_default_dtype()), "device": str(torch.nn.Linear(1, 1).weight.device)}
+
+
+def test_threads_do_not_get_each_others_dtype(workers, daemon, tmp_path):
+    # Transformers sets the default dtype of the process while it builds and loads.
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=24, num_attention_heads=2, num_key_value_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    dtypes = ["bfloat16", "float32", "float16"]
+    for one in workers.several(2):  # as the producer, and as a client
+        seen = one.do(attach_in_threads, cfg={"checkpoint": str(tmp_path)}, dtypes=dtypes)
+        assert seen["found"] == {dtype: [f"torch.{dtype}"] for dtype in dtypes}
+        assert (seen["default"], seen["device"]) == ("torch.float32", "cpu")
+    assert len(one.do(worker.entries)) == len(dtypes)
