@@ -530,6 +530,16 @@ def test_hooks_on_a_gradient_are_refused(hook: str) -> None:
     assert "hooks on its gradient" in problems_of(loaded, Plain)["lin.weight"]
 
 
+def test_a_tensor_that_clients_would_lack_cannot_be_ignored() -> None:
+    class Scratch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache = {"keys": [torch.zeros(2)]}
+
+    rules = CaptureRules(ignore={"cache": "scratch"})
+    assert "no value in a client" in problems_of(Scratch().eval(), Scratch, rules)["cache"]
+
+
 def test_every_problem_is_listed_at_once() -> None:
     loaded = Plain().eval()
     loaded.one, loaded.lin.two = object(), object()

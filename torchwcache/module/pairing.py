@@ -255,7 +255,8 @@ class Pairing:
                 continue
             path = f"{node.path}.{name}" if node.path else name
             if self.ignored(path):
-                theirs.pop((kind, name), None)
+                if _is_valueless(theirs.pop((kind, name), None)):
+                    self.problem(path, "it is declared ignorable, but the build makes a tensor there that has no value in a client")
                 continue
             if (kind, name) not in theirs:
                 self._note(node, kind, name, value, path)
@@ -534,6 +535,14 @@ def _is_written_in_c(cls: type) -> bool:
     heap_type = 1 << 9
     # More and more of C's types are made at run time, as Python's are; but only they have a ``__new__`` that is not Python's own.
     return not cls.__flags__ & heap_type or isinstance(cls.__dict__.get("__new__"), types.BuiltinFunctionType)
+
+
+def _is_valueless(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.is_meta
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, (list, tuple)) and depth < _MAX_DEPTH and any(_is_valueless(item, depth + 1) for item in value)
 
 
 def _key_token(key: Any) -> Any:
