@@ -160,6 +160,8 @@ def section(result: Mapping[str, Any], *, title: str, text: str, tables: Sequenc
         f"load average {loads}{_priority(machine)}.",
         "Versions: " + ", ".join(f"{name} {version}" for name, version in result["versions"].items()) + ".",
     ]
+    if max(machine["load_average_at_start"], machine["load_average_at_end"]) > machine["cores"]:
+        facts.append("**Other work kept the cores busy meanwhile**: times are longer than they would be, and ratios are uncertain.")
     missed = [target["name"] for target in result["targets"] if not target["met"]]
     facts.append(f"Targets missed: {'; '.join(missed)}." if missed else "All targets are met.")
     return "\n\n".join([f"## {title}", text, "\n".join(f"- {fact}" for fact in facts), tables_text(result, tables, heading="###")])
