@@ -308,7 +308,8 @@ class Encoder:
         if kind is bytes:
             return VBytes(obj)
         if isinstance(obj, enum.Enum):
-            return VEnum(f"{kind.__module__}:{kind.__qualname__}", obj.name)
+            module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__  # a spawned child's name for the script
+            return VEnum(f"{module}:{kind.__qualname__}", obj.name)
         if kind is range:
             return VRange(obj.start, obj.stop, obj.step)
         if isinstance(obj, pathlib.PurePath):

@@ -364,3 +364,43 @@ def test_digests_are_the_same_in_every_process(tmp_path: Path) -> None:
         found.add(done.stdout)
     assert len(found) == 1
     assert len(set(found.pop().splitlines())) == 8
+
+
+# ---- the state of the user's own objects counts -------------------------------------------------------------------------------
+
+_GLOBAL = """
+class Settings:
+    def __init__(self, **values):
+        self.__dict__.update(values)
+
+SETTINGS = Settings({values})
+
+class Net:
+    def __init__(self):
+        self.table = [SETTINGS.scale] * 3
+"""
+
+
+@pytest.mark.parametrize("values", ["scale=2.0", "scale=1.0, names=['a']", "scale=Settings(x=1)", "scale=1.0, kind=int"])
+def test_a_global_object_that_a_class_reads_counts_with_its_state(values: str) -> None:
+    one = load(_GLOBAL.replace("{values}", "scale=1.0")).Net
+    other = load(_GLOBAL.replace("{values}", values)).Net
+    assert digest_class(one) == digest_class(load(_GLOBAL.replace("{values}", "scale=1.0")).Net)
+    assert digest_class(one) != digest_class(other)
+
+
+def test_what_is_large_in_a_global_object_counts_by_its_size() -> None:
+    def digest(values: str) -> Any:
+        return digest_class(load("import torch\n" + _GLOBAL.replace("{values}", values)).Net)
+
+    assert digest("scale=[1] * 5000") == digest("scale=[2] * 5000") != digest("scale=[1] * 5001")
+    assert digest("scale=torch.zeros(2)") != digest("scale=torch.ones(2)")
+    assert digest("scale=torch.nn.Linear(2, 2)") == digest("scale=torch.nn.Linear(2, 2)")
+
+
+def test_a_spawned_child_sees_the_same_script() -> None:
+    main, child = (
+        load(_GLOBAL.replace("{values}", "scale=1"), "__main__"),
+        load(_GLOBAL.replace("{values}", "scale=1"), "__mp_main__"),
+    )
+    assert digest_class(main.Net) == digest_class(child.Net)

@@ -12,7 +12,7 @@ import re
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,9 @@ _NO_MEMBERS = frozenset({
     "__slotnames__",
 })  # fmt: skip
 _MAX_DEPTH = 60
+_MAX_ITEMS = 4096
+_MAX_ELEMENTS = 1 << 20
+_COUNTED = frozenset({list, tuple, dict, set, frozenset, deque, OrderedDict, str, bytes, bytearray})
 
 
 class Graph:
@@ -210,8 +213,10 @@ class Graph:
         """Any other object, by its class and its state, as pickle would see it. Nothing is evaluated."""
         kind = type(obj)
         if self.soft and not isinstance(obj, tuple | list | dict | str | int | float):
-            # Registries, caches and handles change from run to run; that their class is the same is what can be said.
-            return ("instance", _named(kind) or self._ref(kind, path, soft=True))
+            # Of a library's registries, caches and handles it can be said that their class is the same. An object of the user's
+            # own may hold the very setting that an __init__ reads.
+            named = _named(kind)
+            return ("instance", named) if named is not None else self._ref(obj, path, soft=True)
         if kind.__module__ == "builtins":  # generators, memory views: their state is out of reach
             return self._opaque(obj, path, "has no canonical form")
         return self._ref(obj, path)
@@ -234,6 +239,7 @@ class Graph:
             number = self._numbers[id(obj), soft] = len(self._things)
             self._things.append((obj, path, soft))
             module = obj.__name__ if isinstance(obj, types.ModuleType) else getattr(obj, "__module__", type(obj).__module__)
+            module = "__main__" if module == "__mp_main__" else module  # a spawned child's name for the same script
             self.labels.append(f"{module}:{getattr(obj, '__qualname__', type(obj).__qualname__)}")
         return ("ref", number)
 
@@ -246,7 +252,7 @@ class Graph:
             return self._function_record(thing, path)
         if isinstance(thing, types.ModuleType):
             return self._module_record(thing, path)
-        return self._instance_record(thing, path)
+        return self._plain_state_record(thing, path) if self.soft else self._instance_record(thing, path)
 
     def _captured(self, function: types.FunctionType, path: str) -> object:
         names = function.__code__.co_freevars
@@ -273,7 +279,7 @@ class Graph:
         members = sorted((name, item) for name, item in vars(cls).items() if name not in _NO_MEMBERS)
         return (
             "class",
-            f"{cls.__module__}:{cls.__qualname__}",
+            f"{'__main__' if cls.__module__ == '__mp_main__' else cls.__module__}:{cls.__qualname__}",
             tuple(self.value(base, f"{path} base") for base in cls.__bases__),
             self.value(type(cls), f"{path} metaclass"),
             tuple((name, self.value(item, f"{path}.{name}")) for name, item in members),
@@ -290,6 +296,13 @@ class Graph:
             if isinstance(item, types.FunctionType | type | types.ModuleType) and not name.startswith("__")
         ]
         return ("module", module.__name__, _source_digest(module), tuple(own))
+
+    def _plain_state_record(self, obj: Any, path: str) -> object:
+        """Class and attributes of a user's object. What is large (a data set, a live model) is named by its kind and size only."""
+        state = getattr(obj, "__dict__", None)
+        items = sorted(state.items(), key=lambda item: str(item[0])) if isinstance(state, dict) else []
+        known = tuple((name, _size(value) or self.value(value, f"{path}.{name}")) for name, value in items)
+        return ("instance", self._ref(type(obj), path, soft=True), known)
 
     def _instance_record(self, obj: Any, path: str) -> object:
         try:
@@ -324,6 +337,18 @@ def _lookup(module: str, qualname: str) -> object:
     for part in qualname.split("."):
         found = getattr(found, part, None)
     return found
+
+
+def _size(obj: Any) -> object | None:
+    """Kind and size of what is too large to be written down beside a class, else ``None``."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(obj, torch.nn.Module):
+        return ("module", type(obj).__qualname__)
+    if torch is not None and isinstance(obj, torch.Tensor):
+        return ("large", "tensor", tuple(obj.shape), str(obj.dtype)) if obj.numel() > _MAX_ELEMENTS else None
+    if isinstance(obj, Sized) and not isinstance(obj, type) and type(obj) in _COUNTED and len(obj) > _MAX_ITEMS:
+        return ("large", type(obj).__qualname__, len(obj))
+    return None
 
 
 def _qualified(obj: Any) -> str:

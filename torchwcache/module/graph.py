@@ -57,8 +57,9 @@ def is_leaf(obj: object) -> bool:
 
 
 def type_name(cls: type) -> str:
-    """``"module:qualname"``."""
-    return f"{cls.__module__}:{cls.__qualname__}"
+    """``"module:qualname"``. A spawned child runs the script as ``__mp_main__``; it is the same script."""
+    module = "__main__" if cls.__module__ == "__mp_main__" else cls.__module__
+    return f"{module}:{cls.__qualname__}"
 
 
 def _slot_names(cls: type) -> Iterator[str]:
