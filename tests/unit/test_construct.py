@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -225,3 +227,28 @@ def test_each_build_gets_containers_of_its_own() -> None:
     first.sizes.append(3)  # type: ignore[union-attr, operator]
     assert second.sizes == [1, 2]
     assert build_on_meta(given).sizes == [1, 2]
+
+
+@pytest.mark.parametrize(("kwargs", "message"), [({}, "missing a required argument"), ({"width": 1, "depth": 2}, "unexpected")])
+def test_arguments_that_do_not_fit_the_build(kwargs: dict[str, int], message: str) -> None:
+    def build(width: int) -> nn.Module:
+        return nn.Linear(width, width)
+
+    for make in (build_on_meta, build_parameters_on_meta, build_for_real):
+        with pytest.raises(ConfigError, match=message):
+            make(config(build, build_kwargs=kwargs))
+
+
+def test_building_without_weights_does_not_import_the_compiler() -> None:
+    script = """
+import sys
+from torch import nn
+from torchwcache.config import ModelConfig
+from torchwcache.module.construct import build_on_meta, build_parameters_on_meta
+cfg = ModelConfig("unused", build=nn.Embedding, build_kwargs={"num_embeddings": 4, "embedding_dim": 2})
+before = set(sys.modules)
+build_on_meta(cfg), build_parameters_on_meta(cfg)
+print("torch._dynamo" in set(sys.modules) - before)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "False"

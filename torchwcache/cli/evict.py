@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     which.add_argument("--slot", help="every entry of this slot, as `status` shows it")
     which.add_argument("--all", action="store_true", help="every entry")
-    parser.add_argument("--refusals", action="store_true", help="forget remembered refusals too (with --slot or --all)")
+    parser.add_argument("--refusals", action="store_true", help="forget remembered refusals too, of KEY, of a slot, or all")
     add_socket_argument(parser)
 
 

@@ -8,15 +8,17 @@ tensors of its own.
 from __future__ import annotations
 
 import importlib
+import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from torchwcache.config import Build, ModelConfig
 from torchwcache.errors import BuildError, ConfigError
@@ -56,6 +58,7 @@ def resolve_callable(build: Build, what: str = "build") -> Callable[..., Any]:
 
 def _call(build: Callable[..., Any], cfg: ModelConfig, how: str) -> nn.Module:
     name = getattr(build, "__qualname__", repr(build))
+    _check_arguments(build, name, cfg.build_kwargs)
     try:
         # Containers anew for each build: what a load changes in one must not show in the module that it is compared with.
         module = build(**_own_copy(dict(cfg.build_kwargs)))
@@ -70,6 +73,40 @@ def _call(build: Callable[..., Any], cfg: ModelConfig, how: str) -> nn.Module:
     if cfg.dtype is not None:
         module.to(dtype=getattr(torch, cfg.dtype))
     return module
+
+
+def _check_arguments(build: Callable[..., Any], name: str, kwargs: Mapping[str, Any]) -> None:
+    """A wrong call says nothing about what the module needs to be built."""
+    try:
+        signature = inspect.signature(build)
+    except (TypeError, ValueError):
+        return  # a builtin without one
+    try:
+        signature.bind(**kwargs)
+    except TypeError as error:
+        raise ConfigError(f"build_kwargs do not fit {name}{signature}: {error}") from error
+
+
+class _NoInitialization(TorchFunctionMode):
+    """Initializing a tensor without values does nothing, but torch imports its compiler to find that out."""
+
+    _fills = frozenset(
+        {
+            torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.fill_, torch.Tensor.zero_, torch.Tensor.bernoulli_,
+            torch.Tensor.exponential_, torch.Tensor.random_, torch.Tensor.cauchy_, torch.Tensor.log_normal_,
+            torch.Tensor.geometric_,
+        }
+    )  # fmt: skip
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in self._fills or getattr(func, "__module__", None) == "torch.nn.init":
+            target = args[0] if args else kwargs.get("tensor")
+            if isinstance(target, torch.Tensor) and target.is_meta and func.__name__.endswith("_"):
+                return target
+        return func(*args, **kwargs)
 
 
 def _own_copy(value: Any) -> Any:
@@ -92,7 +129,7 @@ def build_on_meta(cfg: ModelConfig) -> nn.Module:
         BuildError: The module's ``__init__`` cannot run there.
     """
     build = _builder(cfg) if cfg.build_meta is None else resolve_callable(cfg.build_meta, "build_meta")
-    with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=True):
+    with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=True), _NoInitialization():
         return _call(build, cfg, "on the meta device")
 
 
@@ -102,7 +139,7 @@ def build_parameters_on_meta(cfg: ModelConfig) -> nn.Module:
     Raises:
         BuildError: The module's ``__init__`` cannot run without the values of its parameters.
     """
-    with torch.random.fork_rng(devices=[]), parameters_on_meta():
+    with torch.random.fork_rng(devices=[]), parameters_on_meta(), _NoInitialization():
         return _call(_builder(cfg), cfg, "without the values of its parameters")
 
 
