@@ -194,7 +194,7 @@ class FileHash:
 class _Partial:
     """A leaf of which only parts passed by so far."""
 
-    __slots__ = ("_digest", "_later", "_later_nbytes", "done", "lock")
+    __slots__ = ("_digest", "_later", "done", "lock")
 
     def __init__(self) -> None:
         import xxhash
@@ -204,23 +204,29 @@ class _Partial:
         """So many bytes from the start of the leaf are in the digest."""
         self._digest = xxhash.xxh3_128()
         self._later: dict[int, bytes] = {}
-        self._later_nbytes = 0
 
     def add(self, start: int, data: memoryview) -> None:
-        """Digest what continues the leaf, keep a copy of what lies further on, and forget what would take too much memory."""
+        """Digest what continues the leaf, and keep a copy of what lies further on and is not kept already."""
         if start > self.done:
-            nbytes = len(data) - len(self._later.get(start, b""))
-            if nbytes > 0 and self._later_nbytes + nbytes <= LEAF_NBYTES:
-                self._later[start] = bytes(data)
-                self._later_nbytes += nbytes
+            self._keep(start, data)
             return
         self._continue(start, data)
         for start in sorted(self._later):
             if start > self.done:
                 return
-            kept = self._later.pop(start)
-            self._later_nbytes -= len(kept)
-            self._continue(start, memoryview(kept))
+            self._continue(start, memoryview(self._later.pop(start)))
+
+    def _keep(self, start: int, data: memoryview) -> None:
+        # Only what no other part covers: together the copies are never larger than the leaf.
+        position, stop = start, start + len(data)
+        for other in sorted(self._later):
+            if other >= stop:
+                break
+            if other > position:
+                self._later[position] = bytes(data[position - start : other - start])
+            position = max(position, other + len(self._later[other]))
+        if position < stop:
+            self._later[position] = bytes(data[position - start :])
 
     def _continue(self, start: int, data: memoryview) -> None:
         if start + len(data) > self.done:
