@@ -142,7 +142,7 @@ BAD = [
     (no_such_dtype, "ConfigError", "float3"),
     (no_such_build, "ConfigError", "Nothing"),
     (not_a_module, "BuildError", "dict"),
-    (no_such_argument, "BuildError", "height"),
+    (no_such_argument, "ConfigError", "height"),
     (peeking, "BuildError", "build_meta"),
 ]
 

@@ -88,9 +88,9 @@ class BlockFP8Quantizer(FineGrainedFP8HfQuantizer):
         """What is run for each such weight."""
         return BlockFP8Quantize(self)
 
-    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
-        """The base's, and the name that compressed-tensors has for scales."""
-        updated = super().update_weight_conversions(weight_conversions, model)  # type: ignore[no-untyped-call]
+    def update_weight_conversions(self, weight_conversions: Any, *model: Any) -> Any:
+        """The base's, and the name that compressed-tensors has for scales. Newer releases pass the model, too."""
+        updated = super().update_weight_conversions(weight_conversions, *model)  # type: ignore[no-untyped-call]
         if getattr(self, "scale_name", None) == "weight_scale":
             updated = [WeightRenaming(r"\.weight_scale(?!_inv)", ".weight_scale_inv"), *updated]
         return updated
@@ -98,7 +98,8 @@ class BlockFP8Quantizer(FineGrainedFP8HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         config = self.quantization_config
         self.scale_name = config.scale_name
-        self._normalize_modules_to_not_convert(model)
+        if hasattr(self, "_normalize_modules_to_not_convert"):  # newer releases rename released lists to the model's own names
+            self._normalize_modules_to_not_convert(model)
         stay = self.get_modules_to_not_convert(model, config.modules_to_not_convert, model._keep_in_fp32_modules)
         small = _replace(model, stay, tuple(config.weight_block_size), pre_quantized=self.pre_quantized)
         self.modules_to_not_convert = sorted({*stay, *small})
