@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers.core_model_loading import ConversionOps, WeightRenaming
 from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
@@ -31,6 +32,8 @@ __all__ = ["disagreement", "prepare_build", "quantization_argument", "set_on_con
 
 NAME = "torchwcache_fp8"
 _WEIGHTS = ("weight", "gate_up_proj", "down_proj")
+_QUANTIZES_SINCE = (5, 24)
+"""The oldest release that quantizing at load was run with; with 5.17 its loading code fails. Tested with both."""
 
 
 @register_quantization_config(NAME)
@@ -77,7 +80,13 @@ class BlockFP8Quantizer(FineGrainedFP8HfQuantizer):
     quantization_config: Any
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is needed."""
+        """No GPU is needed, but a release whose loading code takes quantized tensors from us."""
+        release = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+        if not self.pre_quantized and release < _QUANTIZES_SINCE:
+            raise BuildError(
+                f"quantizing at load needs Transformers {'.'.join(map(str, _QUANTIZES_SINCE))} or newer, this is "
+                f"{transformers.__version__}; a checkpoint that is quantized already loads with this one, too"
+            )
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Weights of our modules, in a checkpoint that is not quantized."""
