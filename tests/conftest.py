@@ -25,6 +25,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-architectures", action="store_true", help="write docs/architectures.md from what comes out")
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test marked ``gpu`` is skipped where there is none, unless ``TORCHWCACHE_REQUIRE_CUDA=1`` says that there must be one."""
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        if os.environ.get("TORCHWCACHE_REQUIRE_CUDA") == "1":
+            pytest.fail("TORCHWCACHE_REQUIRE_CUDA=1, and torch sees no CUDA device", pytrace=False)
+        pytest.skip("needs a CUDA device")
+
+
 def wait_until(condition: Callable[[], object], *, what: str, timeout_s: float = TIMEOUT_S) -> None:
     """Poll until ``condition`` holds; fail the test when it does not in time."""
     deadline = time.monotonic() + timeout_s

@@ -87,7 +87,6 @@ def test_views_and_threads_make_no_difference() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_gpu_gives_the_same_bits(dtype: torch.dtype) -> None:
     weight = torch.randn(4, 300, 200).to(dtype)
