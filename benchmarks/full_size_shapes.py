@@ -196,8 +196,10 @@ def measure(shape: Shape, report: Report) -> tuple[str, float]:
     return f"{shape.name}, experts {experts}: microseconds a tensor, all in", bookkeeping_us
 
 
-def documentation(result: dict[str, Any]) -> str:
-    return section(result, title="Bookkeeping at full size, without bytes", text=TEXT, tables=TABLES)
+def write_docs(result: dict[str, Any], page: Path) -> None:
+    """Put this benchmark's part into the page."""
+    text = section(result, title="Bookkeeping at full size, without bytes", text=TEXT, tables=TABLES)
+    page.write_text(replace_section(page.read_text(), "full_size_shapes", text))
 
 
 def main() -> None:
@@ -205,7 +207,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="toy width only: shows that the script runs")
     parser.add_argument("--out", type=Path, default=RESULTS / "full_size_shapes.json")
     parser.add_argument("--docs", action="store_true", help="write the result into the documentation, too")
+    parser.add_argument("--docs-only", action="store_true", help="write the documentation from the last result; measure nothing")
     options = parser.parse_args()
+    if options.docs_only:
+        write_docs(json.loads(options.out.read_text()), PAGE)
+        return
     report = Report("full_size_shapes")
     shapes = [QWEN3_235B, replace(QWEN3_235B, fused=False), LING_1T, replace(LING_1T, fused=False)]
     for shape in [toy(shape) for shape in shapes] if options.quick else shapes:
@@ -217,7 +223,7 @@ def main() -> None:
     for table in TABLES:
         print(f"\n{table.title}\n" + markdown_table(table.columns, [row for row in report.rows if row["kind"] == table.kind]))
     if options.docs:
-        PAGE.write_text(replace_section(PAGE.read_text(), report.name, documentation(json.loads(json.dumps(result)))))
+        write_docs(json.loads(json.dumps(result)), PAGE)
 
 
 if __name__ == "__main__":
