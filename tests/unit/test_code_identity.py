@@ -404,3 +404,12 @@ def test_a_spawned_child_sees_the_same_script() -> None:
         load(_GLOBAL.replace("{values}", "scale=1"), "__mp_main__"),
     )
     assert digest_class(main.Net) == digest_class(child.Net)
+
+
+def test_what_comes_and_goes_in_a_global_object_does_not_count() -> None:
+    def digest(values: str) -> Any:
+        return digest_class(load("import threading\n" + _GLOBAL.replace("{values}", values)).Net)
+
+    assert digest("scale=1.0, held={}") != digest("scale=2.0, held={}")
+    assert digest("scale=1.0, held={'a': Settings()}") == digest("scale=1.0, held={'a': Settings(), 'b': Settings(y=1)}")
+    assert digest("scale=1.0, thread=threading.Thread()") == digest("scale=1.0, thread=threading.Thread(name='other')")

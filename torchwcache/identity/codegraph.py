@@ -36,6 +36,7 @@ _NO_MEMBERS = frozenset({
     "__annotate_func__", "__dataclass_params__", "__dataclass_fields__", "__match_args__",
     "__slotnames__",
 })  # fmt: skip
+_OURS = ("torchwcache", "torchwcache_nn")
 _MAX_DEPTH = 60
 _MAX_ITEMS = 4096
 _MAX_ELEMENTS = 1 << 20
@@ -216,6 +217,9 @@ class Graph:
             # Of a library's registries, caches and handles it can be said that their class is the same. An object of the user's
             # own may hold the very setting that an __init__ reads.
             named = _named(kind)
+            if named is None and kind.__module__.partition(".")[0] in _OURS:
+                # Attachments and the like come and go. (An editable install of this package would make them the user's own.)
+                named = ("torchwcache", f"{kind.__module__}:{kind.__qualname__}")
             return ("instance", named) if named is not None else self._ref(obj, path, soft=True)
         if kind.__module__ == "builtins":  # generators, memory views: their state is out of reach
             return self._opaque(obj, path, "has no canonical form")
@@ -298,11 +302,27 @@ class Graph:
         return ("module", module.__name__, _source_digest(module), tuple(own))
 
     def _plain_state_record(self, obj: Any, path: str) -> object:
-        """Class and attributes of a user's object. What is large (a data set, a live model) is named by its kind and size only."""
+        """Class and plain attributes of a user's object: its settings.
+
+        Whatever else it holds (handles, live models, other objects) comes and goes while a program runs: named by its kind only.
+        """
         state = getattr(obj, "__dict__", None)
         items = sorted(state.items(), key=lambda item: str(item[0])) if isinstance(state, dict) else []
-        known = tuple((name, _size(value) or self.value(value, f"{path}.{name}")) for name, value in items)
+        known = tuple((name, self._setting(value, f"{path}.{name}")) for name, value in items)
         return ("instance", self._ref(type(obj), path, soft=True), known)
+
+    def _setting(self, value: Any, path: str) -> object:
+        large = _size(value)
+        if large is not None:
+            return large
+        torch = sys.modules.get("torch")
+        if isinstance(value, type) or (torch is not None and isinstance(value, torch.Tensor)):
+            return self.value(value, path)
+        try:
+            encode(value)
+        except EncodingError:
+            return ("kind", f"{type(value).__module__}:{type(value).__qualname__}")
+        return self.value(value, path)
 
     def _instance_record(self, obj: Any, path: str) -> object:
         try:
