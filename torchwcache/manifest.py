@@ -148,7 +148,7 @@ class Manifest(_Spec, frozen=True):
     fingerprint: str
     device: str
     memory: str
-    construction: Literal["meta", "parameters-meta", "by-hand"]
+    construction: Literal["meta", "parameters-meta"]
     segments: tuple[int, ...]
     storages: tuple[StorageSpec, ...]
     tensors: tuple[TensorSpec, ...]

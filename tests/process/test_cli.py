@@ -11,8 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
+from support.command import torchwcache, write_project
 
 from torchwcache.cli.exit_codes import ExitCode
 
@@ -31,25 +30,10 @@ class Net(nn.Module):
 MODEL = ("net.safetensors", "--build", "net_for_cli:Net", "--build-kwargs", '{"width": 16}')
 
 
-def torchwcache(*argv: str, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "torchwcache", *argv],
-        cwd=cwd,
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A folder with a module and its checkpoint."""
-    (tmp_path / "net_for_cli.py").write_text(MODULE)
-    torch.manual_seed(0)
-    inner = torch.nn.Linear(16, 16)
-    save_file({f"inner.{name}": value for name, value in inner.state_dict().items()}, tmp_path / "net.safetensors")
-    return tmp_path
+    return write_project(tmp_path, "net_for_cli", MODULE)
 
 
 def test_the_daemon_is_started_shown_and_stopped(private_socket: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.command import torchwcache, write_project
 
 from torchwcache.cli.exit_codes import ExitCode
 from torchwcache.verification.record import record_id
@@ -61,25 +61,10 @@ def stamp(module):
 MODEL = ("net.safetensors", "--build", "net_to_verify:Net", "--build-kwargs", '{"width": 16}')
 
 
-def torchwcache(*argv: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "torchwcache", *argv],
-        cwd=cwd,
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    (tmp_path / "net_to_verify.py").write_text(MODULE)
-    torch.manual_seed(0)
-    inner = torch.nn.Linear(16, 16)
-    save_file({f"inner.{name}": value for name, value in inner.state_dict().items()}, tmp_path / "net.safetensors")
     save_file({"x": torch.ones(3, 16)}, tmp_path / "in.safetensors")
-    return tmp_path
+    return write_project(tmp_path, "net_to_verify", MODULE)
 
 
 def record_of(path: Path) -> dict[str, Any]:
