@@ -29,7 +29,7 @@ __all__ = [
     "validate",
 ]
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 """Version of the layout described here; part of every fingerprint."""
 
 StepKind = Literal[
@@ -52,13 +52,15 @@ class _Spec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 class StorageSpec(_Spec, frozen=True):
     """One storage: ``nbytes`` bytes at ``offset`` of segment number ``segment``.
 
-    ``shared``: mapped by every client, read-only; otherwise each client gets a private copy of the bytes.
+    ``shared``: mapped by every client, read-only; otherwise each client gets a private copy of the bytes. ``host``: that copy
+    lies in host memory, although the entry lies on a device (a module on a GPU that keeps small tensors on the CPU).
     """
 
     segment: int
     offset: int
     nbytes: int
     shared: bool
+    host: bool = False
 
 
 class TensorSpec(_Spec, frozen=True):
@@ -142,7 +144,11 @@ class ClassEdit(_Spec, frozen=True):
 
 
 class Manifest(_Spec, frozen=True):
-    """One module state. See the field types for what each table holds."""
+    """One module state. See the field types for what each table holds.
+
+    ``addresses`` says where the producer had each segment mapped, where clients can ask for the same place (memory ``cuda``); it is
+    empty where that means nothing. It is a wish, never a promise.
+    """
 
     version: int
     fingerprint: str
@@ -150,6 +156,7 @@ class Manifest(_Spec, frozen=True):
     memory: str
     construction: Literal["meta", "parameters-meta"]
     segments: tuple[int, ...]
+    addresses: tuple[int, ...]
     storages: tuple[StorageSpec, ...]
     tensors: tuple[TensorSpec, ...]
     modules: tuple[ModuleSpec, ...]
@@ -217,7 +224,14 @@ def validate(manifest: Manifest, segment_nbytes: Sequence[int]) -> None:
     """
     if tuple(segment_nbytes) != manifest.segments:
         _fail("$.segments", f"declares {list(manifest.segments)} bytes, the file descriptors have {list(segment_nbytes)}")
+    if manifest.addresses and len(manifest.addresses) != len(manifest.segments):
+        _fail("$.addresses", f"{len(manifest.addresses)} addresses for {len(manifest.segments)} segments")
+    for i, address in enumerate(manifest.addresses):
+        if not 0 <= address < 1 << 63:
+            _fail(f"$.addresses[{i}]", f"{address} is no address")
     for i, storage in enumerate(manifest.storages):
+        if storage.host and storage.shared:
+            _fail(f"$.storages[{i}].host", "a storage that is copied into host memory cannot be shared")
         if not 0 <= storage.segment < len(manifest.segments):
             _fail(f"$.storages[{i}].segment", f"no segment {storage.segment}")
         end = storage.offset + storage.nbytes

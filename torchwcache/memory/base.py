@@ -58,6 +58,9 @@ class MappedSegment(Protocol):
         The tensor keeps the mapping alive; the last one to die unmaps it.
         """
 
+    def view(self, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+        """:meth:`tensor`, as a tensor of that shape and stride (in elements) over the start of its storage, in one step."""
+
     def is_modified(self, offset: int, nbytes: int) -> bool:
         """Whether this process wrote to those bytes of its mapping. The published bytes are what they were in any case."""
 

@@ -241,6 +241,10 @@ class HostMappedSegment:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._mapping, dtype=dtype, count=nbytes // dtype.itemsize, offset=offset)
 
+    def view(self, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+        """:meth:`tensor`, as a tensor of that shape and stride (in elements) over the start of its storage, in one step."""
+        return self.tensor(offset, nbytes, dtype).as_strided_(shape, stride)
+
     def is_modified(self, offset: int, nbytes: int) -> bool:
         """Whether this process wrote to those bytes of its mapping.
 

@@ -67,7 +67,14 @@ class Captured:
         return sum(group.nbytes for group in self.storages)
 
     def manifest(
-        self, placements: Sequence[Placement], segments: Sequence[int], *, fingerprint: str, device_id: str, memory: str
+        self,
+        placements: Sequence[Placement],
+        segments: Sequence[int],
+        *,
+        fingerprint: str,
+        device_id: str,
+        memory: str,
+        addresses: Sequence[int] = (),
     ) -> Manifest:
         """The manifest, once every storage has its place."""
         return Manifest(
@@ -77,6 +84,7 @@ class Captured:
             memory=memory,
             construction=self.construction,
             segments=tuple(segments),
+            addresses=tuple(addresses),
             storages=tuple(
                 StorageSpec(place.segment, place.offset, group.nbytes, shared)
                 for place, group, shared in zip(placements, self.storages, self.shared, strict=True)

@@ -229,13 +229,15 @@ class _Rebinding:
             storage = manifest.storages[number]
             if storage.shared and counts[number] == 1 and not tensor.offset and storage.nbytes % dtype.itemsize == 0:
                 # The usual case, kept short: one tensor over its whole storage.
-                flat = segments[storage.segment].tensor(storage.offset, storage.nbytes, dtype)
-                made.append(flat.as_strided_(tensor.shape, tensor.stride))
+                segment = segments[storage.segment]
+                made.append(segment.view(storage.offset, storage.nbytes, dtype, tensor.shape, tensor.stride))
                 continue
             memory = storages[number]
             if memory is None:
                 flat = segments[storage.segment].tensor(storage.offset, storage.nbytes, torch.uint8)
-                memory = storages[number] = (flat if storage.shared else flat.clone()).untyped_storage()
+                if not storage.shared:
+                    flat = flat.cpu() if storage.host else flat.clone()
+                memory = storages[number] = flat.untyped_storage()
             made.append(view_storage(memory, dtype, tensor.offset, tensor.shape, tensor.stride))
         return RebindReport(mapped_nbytes=mapped, copied_nbytes=copied, tensors=len(made), plain=self.plain)
 
