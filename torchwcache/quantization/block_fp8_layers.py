@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchwcache.quantization import block_fp8
+from torchwcache.quantization import block_fp8, block_fp8_kernel
 from torchwcache.quantization.block_fp8 import BLOCK, FLOAT8, check_block, dequantized_rows, grid_of, rows_at_once
 
 __all__ = ["BlockFP8Experts", "BlockFP8Linear", "block_fp8_linear"]
@@ -18,9 +18,11 @@ __all__ = ["BlockFP8Experts", "BlockFP8Linear", "block_fp8_linear"]
 def block_fp8_linear(
     x: torch.Tensor, weight: torch.Tensor, scale_inv: torch.Tensor, block: tuple[int, int], bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``x @ dequantized(weight).T + bias``, in the dtype of ``x``, by a few rows of blocks at a time.
+    """``x @ dequantized(weight).T + bias``, in the dtype of ``x``.
 
-    This is the one place that multiplies: a kernel that takes float8 operands comes in here, by the device of ``x``.
+    This is the one place that multiplies. Where torch and the GPU multiply float8 in blocks of 128 x 128
+    (:mod:`torchwcache.quantization.block_fp8_kernel`), whole blocks go there, with ``x`` quantized on the fly; everything else is
+    dequantized by a few rows of blocks at a time. Differentiable in ``x`` and ``bias``, as if ``x`` were not quantized.
 
     Args:
         x: ``(..., in)``.
@@ -30,12 +32,83 @@ def block_fp8_linear(
         bias: ``(out,)``.
     """
     weight, scale_inv = weight.detach(), scale_inv.detach()
+    if block_fp8_kernel.refusal_of_device(x.device) is not None:
+        return _dequantizing(x, weight, scale_inv, block, bias)
+    if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    wants_gradient = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+    if wants_gradient or torch.compiler.is_compiling() or type(x) is not torch.Tensor:
+        # An operator has a gradient, a form for fake tensors, and is opaque to torch.compile, whose own idea of how the scales lie
+        # differs between releases. The bits are the same; the call below only saves some 20 microseconds.
+        found: torch.Tensor = _operator(x, weight, scale_inv, block[0], block[1], bias)
+        return found
+    return _multiply(x, weight, scale_inv, block, bias)
+
+
+def _dequantizing(
+    x: torch.Tensor, weight: torch.Tensor, scale_inv: torch.Tensor, block: tuple[int, int], bias: torch.Tensor | None
+) -> torch.Tensor:
     step = rows_at_once(weight.shape[1], block[0])
     parts = []
     for start in range(0, weight.shape[0], step):
         rows = dequantized_rows(weight, scale_inv, block, start, step).to(x.dtype)
         parts.append(F.linear(x, rows, None if bias is None else bias[start : start + step]))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _multiply(
+    x: torch.Tensor, weight: torch.Tensor, scale_inv: torch.Tensor, block: tuple[int, int], bias: torch.Tensor | None
+) -> torch.Tensor:
+    """By the kernel what it takes, without autograd."""
+    if not block_fp8_kernel.takes(x, weight, block):
+        return _dequantizing(x, weight, scale_inv, block, bias)
+    blocks = weight.shape[0] // block[0]
+    whole = blocks * block[0]
+    found = block_fp8_kernel.multiply(x, weight[:whole], scale_inv[:blocks])
+    if whole < weight.shape[0]:  # the edge: less than one block of rows
+        found = torch.cat([found, _dequantizing(x, weight[whole:], scale_inv[blocks:], block, None)], dim=-1)
+    return found if bias is None else found.add_(bias)
+
+
+@torch.library.custom_op(
+    "torchwcache::block_fp8_linear",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor scale_inv, int block_rows, int block_columns, Tensor? bias) -> Tensor",
+)
+def _operator(
+    x: torch.Tensor, weight: torch.Tensor, scale_inv: torch.Tensor, block_rows: int, block_columns: int, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return _multiply(x, weight, scale_inv, (block_rows, block_columns), bias).contiguous()
+
+
+@_operator.register_fake
+def _shape_of_result(
+    x: torch.Tensor, weight: torch.Tensor, scale_inv: torch.Tensor, block_rows: int, block_columns: int, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, weight, scale_inv, block_rows, block_columns, bias = inputs
+    ctx.save_for_backward(weight, scale_inv)
+    ctx.block, ctx.dtype, ctx.bias_dtype = (block_rows, block_columns), x.dtype, None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None, torch.Tensor | None]:
+    weight, scale_inv = ctx.saved_tensors
+    for_x = for_bias = None
+    if ctx.needs_input_grad[0]:
+        step = rows_at_once(weight.shape[1], ctx.block[0])
+        for start in range(0, weight.shape[0], step):
+            rows = dequantized_rows(weight, scale_inv, ctx.block, start, step).to(ctx.dtype)
+            part = gradient[..., start : start + step] @ rows
+            for_x = part if for_x is None else for_x + part
+    if ctx.needs_input_grad[5]:
+        for_bias = gradient.flatten(0, -2).sum(0).to(ctx.bias_dtype) if gradient.dim() > 1 else gradient.to(ctx.bias_dtype)
+    return for_x, None, None, None, None, for_bias
+
+
+_operator.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 class _KeepsFloat8(nn.Module):
