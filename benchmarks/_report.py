@@ -27,16 +27,21 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What was aimed at, and what came out: ``measured`` must not exceed ``target``."""
+    """What was aimed at, and what came out: ``measured`` must not exceed ``target``, or with ``at_least`` not fall below it."""
 
     name: str
     target: float
     measured: float
     unit: str
+    at_least: bool = False
 
     @property
     def met(self) -> bool:
-        return self.measured <= self.target
+        return self.measured >= self.target if self.at_least else self.measured <= self.target
+
+    def as_dict(self) -> dict[str, Any]:
+        values = asdict(self) | {"met": self.met}
+        return values if self.at_least else {key: value for key, value in values.items() if key != "at_least"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +78,7 @@ class Report:
             "machine": {**self.machine, "load_average_at_end": load_average()},
             "versions": versions(),
             "rows": self.rows,
-            "targets": [{**asdict(target), "met": target.met} for target in self.targets],
+            "targets": [target.as_dict() for target in self.targets],
         }
 
 
@@ -102,7 +107,7 @@ def load_average() -> float:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for name in ("torchwcache", "torch", "transformers", "safetensors", "accelerate", "xxhash", "msgspec"):
+    for name in ("torchwcache", "torch", "transformers", "safetensors", "accelerate", "xxhash", "msgspec", "cuda-bindings"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -140,9 +145,18 @@ def markdown_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]
 TARGET_COLUMNS = {"name": "Target", "target": "At most", "measured": "Measured", "unit": "Unit", "met": "Met"}
 
 
+def targets_table(targets: Sequence[Mapping[str, Any]]) -> str:
+    """Where some are to be reached and others not to be exceeded, each cell says which."""
+    if not any(target.get("at_least") for target in targets):
+        return markdown_table(TARGET_COLUMNS, targets)
+    words = ["at least" if target.get("at_least") else "at most" for target in targets]
+    rows = [{**target, "target": f"{word} {shown(target['target'])}"} for word, target in zip(words, targets, strict=True)]
+    return markdown_table(TARGET_COLUMNS | {"target": "Aim"}, rows)
+
+
 def tables_text(result: Mapping[str, Any], tables: Sequence[Table], *, heading: str) -> str:
     """All tables of a result, targets first."""
-    parts = [f"{heading} Targets", markdown_table(TARGET_COLUMNS, result["targets"])]
+    parts = [f"{heading} Targets", targets_table(result["targets"])]
     for table in tables:
         rows = [row for row in result["rows"] if row["kind"] == table.kind]
         if rows:
@@ -158,6 +172,7 @@ def section(result: Mapping[str, Any], *, title: str, text: str, tables: Sequenc
         f"Measured on {result['date']} by `{command(result)}`.",
         f"Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB of memory, Linux {machine['kernel']}; "
         f"load average {loads}{_priority(machine)}.",
+        *_gpu(machine),
         "Versions: " + ", ".join(f"{name} {version}" for name, version in result["versions"].items()) + ".",
     ]
     if max(machine["load_average_at_start"], machine["load_average_at_end"]) > machine["cores"]:
@@ -165,6 +180,15 @@ def section(result: Mapping[str, Any], *, title: str, text: str, tables: Sequenc
     missed = [target["name"] for target in result["targets"] if not target["met"]]
     facts.append(f"Targets missed: {'; '.join(missed)}." if missed else "All targets are met.")
     return "\n\n".join([f"## {title}", text, "\n".join(f"- {fact}" for fact in facts), tables_text(result, tables, heading="###")])
+
+
+def _gpu(machine: Mapping[str, Any]) -> list[str]:
+    gpu = machine.get("gpu")
+    if not gpu:
+        return []
+    persistence = f", persistence mode {gpu['persistence_mode'].lower()}" if gpu.get("persistence_mode") else ""
+    memory = f"{shown(gpu['memory_gib'])} GiB" if gpu.get("memory_gib") else "unknown memory"
+    return [f"GPU: {gpu['name']}, {memory}, driver {gpu.get('driver') or 'unknown'}, CUDA {gpu.get('cuda')}{persistence}."]
 
 
 def _priority(machine: Mapping[str, Any]) -> str:

@@ -1,0 +1,424 @@
+"""What the GPU benchmarks run in processes of their own: ``python benchmarks/_cuda_worker.py FUNCTION JSON``.
+
+Each function is a generator: what it yields is printed as a line of JSON, and it goes on when a line comes from stdin. First it
+gets ready (imports, CUDA context), so that the clock measures the weights alone; at the end of stdin the process ends at once.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import os
+import pickle
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+Steps = Iterator[dict[str, Any]]
+_LENGTH = struct.Struct("!I")
+_FREE_TIMEOUT_S = 30.0
+
+
+def get_ready(device: str) -> dict[str, Any]:
+    """Import everything, make the CUDA context, and say on what."""
+    import torch
+
+    import torchwcache.attaching
+    import torchwcache.by_hand
+    import torchwcache.loaders.safetensors
+    import torchwcache_nn  # noqa: F401
+
+    if device == "cpu":
+        return {"ready": True}
+    import torchwcache.memory.cuda  # noqa: F401
+
+    torch.empty(1, device=device)
+    torch.cuda.synchronize()
+    properties = torch.cuda.get_device_properties(device)
+    gpu = {
+        "name": properties.name,
+        "memory_gib": properties.total_memory / 2**30,
+        "capability": f"{properties.major}.{properties.minor}",
+        "cuda": torch.version.cuda,
+    }
+    return {"ready": True, "gpu": gpu}
+
+
+def machine(device: str) -> Steps:
+    """Say on what."""
+    yield get_ready(device)
+
+
+def config(folder: str, kwargs: dict[str, int], device: str) -> Any:
+    import _cuda_models
+
+    from torchwcache import ModelConfig
+
+    return ModelConfig(Path(folder) / "model.safetensors", build=_cuda_models.Stack, build_kwargs=kwargs, device=device)
+
+
+def make_checkpoint(folder: str) -> Steps:
+    """A file that stands for the checkpoint: what is published was never in it."""
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"nothing": torch.zeros(1)}, Path(folder) / "model.safetensors")
+    yield {}
+
+
+def wait_for_memory(device: str, nbytes: int) -> None:
+    """What processes that just ended had is given back by the driver a little later."""
+    import torch
+
+    if device == "cpu":
+        return
+    deadline = time.monotonic() + _FREE_TIMEOUT_S
+    while (free := torch.cuda.mem_get_info(device)[0]) < nbytes:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{nbytes / 2**30:.1f} GiB are needed on {device}, {free / 2**30:.1f} GiB are free")
+        time.sleep(0.02)
+
+
+# ---- torchwcache ------------------------------------------------------------------------------------------------------------
+
+
+def publish(folder: str, kwargs: dict[str, int], device: str, variant: str, random: bool = False) -> Steps:
+    """Make a stack on the device, publish it, and stay: the first engine of the machine."""
+    import _cuda_models
+
+    from torchwcache import WeightCache
+
+    yield get_ready(device)
+    wait_for_memory(device, _cuda_models.stack_nbytes(kwargs))
+    model = _cuda_models.make_live(kwargs, device, random=random)
+    attachment = WeightCache.connect(mode="client").publish(config(folder, kwargs, device), model, variant=variant)
+    yield attachment.report.as_dict()
+
+
+def attach(folder: str, kwargs: dict[str, int], device: str, variant: str) -> Steps:
+    """Attach what another process published."""
+    import _cuda_models
+
+    from torchwcache import WeightCache
+
+    ready = get_ready(device)
+    cfg = config(folder, kwargs, device)
+    yield ready
+    started = time.perf_counter()
+    attachment = WeightCache.attach(cfg, mode="client", fallback="error", variant=variant)
+    ready_s = time.perf_counter() - started
+    report = attachment.report
+    assert report.source == "cache", report
+    yield {
+        "ready_s": ready_s,
+        "seconds": report.seconds,
+        "tensors": report.tensors,
+        "mapped_nbytes": report.mapped_nbytes,
+        "copied_nbytes": report.copied_nbytes,
+        "same_addresses": report.same_addresses,
+        "checked": _cuda_models.check(attachment.model.weights(), kwargs),
+    }
+
+
+# ---- torch CUDA IPC, as SGLang 0.5.23 does it (srt/weight_cache: transport.py, protocol.py, ipc_loader.py) ------------------
+
+
+def ipc_serve(socket_path: str, kwargs: dict[str, int], device: str) -> Steps:
+    """Hold a stack and hand out one handle per tensor: exported once, pickled and in base64 each, all in one pickled message."""
+    from multiprocessing.reduction import ForkingPickler
+
+    import _cuda_models
+    import torch.multiprocessing.reductions  # noqa: F401
+
+    yield get_ready(device)
+    wait_for_memory(device, _cuda_models.stack_nbytes(kwargs))
+    model = _cuda_models.make_live(kwargs, device)
+    started = time.perf_counter()
+    entries = {}
+    for name, tensor in model.state_dict().items():
+        buffer = io.BytesIO()
+        ForkingPickler(buffer).dump(tensor.data)
+        entries[name] = {
+            "handle": base64.b64encode(buffer.getvalue()).decode(),
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype).replace("torch.", ""),
+            "is_param": True,
+        }
+
+    def answer(conn: socket.socket) -> None:
+        _receive_message(conn)
+        data = pickle.dumps({"status": "ok", "entries": entries}, protocol=pickle.HIGHEST_PROTOCOL)
+        conn.sendall(_LENGTH.pack(len(data)) + data)
+
+    listen(socket_path, answer)
+    yield {"export_s": time.perf_counter() - started}
+
+
+def ipc_attach(socket_path: str, kwargs: dict[str, int], device: str) -> Steps:
+    """Get the handles, open each, and put each tensor into a module that was built on meta before."""
+    import _cuda_models
+    import torch
+
+    ready = get_ready(device)
+    with torch.device("meta"):
+        model = _cuda_models.Stack(**kwargs).eval()
+    existing = dict(model.named_parameters(remove_duplicate=False))
+    yield ready
+    kept = []
+    opened_s = assigned_s = 0.0
+    started = time.perf_counter()
+    with socket.socket(socket.AF_UNIX) as conn:
+        conn.connect(socket_path)
+        data = pickle.dumps({"type": "fetch_state"}, protocol=pickle.HIGHEST_PROTOCOL)
+        conn.sendall(_LENGTH.pack(len(data)) + data)
+        entries = _receive_message(conn)["entries"]
+    received = time.perf_counter()
+    for name, entry in entries.items():  # as they do, without stopping the garbage collector
+        before = time.perf_counter()
+        tensor = pickle.loads(base64.b64decode(entry["handle"], validate=True))
+        between = time.perf_counter()
+        assert tensor.shape == existing[name].shape
+        assert tensor.dtype == existing[name].dtype
+        _set_module_tensor(model, name, tensor)
+        kept.append(tensor)
+        opened_s += between - before
+        assigned_s += time.perf_counter() - between
+    left = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
+    done = time.perf_counter()
+    assert not left, left[:10]
+    yield {
+        "placed_s": done - started,
+        "receive_s": received - started,
+        "open_s": opened_s,
+        "assign_s": done - received - opened_s,
+        "checked": _cuda_models.check(model.weights(), kwargs),
+    }
+
+
+def _set_module_tensor(model: Any, name: str, tensor: Any) -> None:
+    from torch import nn
+
+    *parents, leaf = name.split(".")
+    module = model
+    for parent in parents:
+        module = getattr(module, parent)
+    setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
+
+
+def _receive_message(conn: socket.socket) -> Any:
+    (length,) = _LENGTH.unpack(_receive(conn, _LENGTH.size))
+    return pickle.loads(_receive(conn, length))
+
+
+def _receive(conn: socket.socket, nbytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < nbytes:
+        chunk = conn.recv(nbytes - len(data))
+        if not chunk:
+            raise ConnectionError("the other side is gone")
+        data.extend(chunk)
+    return bytes(data)
+
+
+def listen(path: str, answer: Callable[[socket.socket], None]) -> None:
+    """Answer whoever connects, in a thread of its own, until the process ends."""
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(path)
+    server.listen(16)
+
+    def serve() -> None:
+        while True:
+            conn, _ = server.accept()
+            with conn, contextlib.suppress(OSError):
+                answer(conn)
+
+    threading.Thread(target=serve, daemon=True).start()
+
+
+# ---- the floor: one mapping, bare views -------------------------------------------------------------------------------------
+
+
+def floor_serve(socket_path: str, kwargs: dict[str, int], device: str) -> Steps:
+    """Hold one segment with all the tensors, and hand out its descriptor."""
+    import _cuda_models
+    import torch
+
+    from torchwcache.memory.select import memory_for
+
+    yield get_ready(device)
+    step, nbytes = _floor_layout(kwargs)
+    wait_for_memory(device, nbytes)
+    memory = memory_for(device)
+    segment = memory.allocate(nbytes)
+    whole = segment.tensor(0, nbytes).view(torch.int32)
+    for number in range(kwargs["count"]):
+        whole[number * step // 4 : (number + 1) * step // 4].fill_(_cuda_models.code_of(number))
+    del whole
+    fd = segment.seal()
+    said = json.dumps({"nbytes": segment.nbytes}).encode()
+
+    def answer(conn: socket.socket) -> None:
+        socket.send_fds(conn, [said], [fd])
+
+    listen(socket_path, answer)
+    yield {"nbytes": segment.nbytes}
+
+
+def floor_attach(socket_path: str, kwargs: dict[str, int], device: str) -> Steps:
+    """Map that one segment, and make the views, which nothing holds but a list."""
+    import _cuda_models
+    import torch
+
+    from torchwcache.memory.select import memory_for
+
+    ready = get_ready(device)
+    memory = memory_for(device)
+    step, _ = _floor_layout(kwargs)
+    shape, stride = (kwargs["rows"], kwargs["width"]), (kwargs["width"], 1)
+    yield ready
+    started = time.perf_counter()
+    with socket.socket(socket.AF_UNIX) as conn:
+        conn.connect(socket_path)
+        said, fds, _, _ = socket.recv_fds(conn, 4096, 1)
+    received = time.perf_counter()
+    nbytes = json.loads(said)["nbytes"]
+    (segment,) = memory.map_all(fds, [nbytes])
+    os.close(fds[0])
+    mapped = time.perf_counter()
+    whole = segment.view(0, nbytes, torch.bfloat16, (nbytes // 2,), (1,))
+    views = [whole.as_strided(shape, stride, number * step // 2) for number in range(kwargs["count"])]
+    segment.settle()
+    done = time.perf_counter()
+    yield {
+        "placed_s": done - started,
+        "receive_s": received - started,
+        "map_s": mapped - received,
+        "views_s": done - mapped,
+        "checked": _cuda_models.check(views, kwargs),
+    }
+
+
+def _floor_layout(kwargs: dict[str, int]) -> tuple[int, int]:
+    """Bytes from one tensor to the next, and of all."""
+    step = -(-kwargs["rows"] * kwargs["width"] * 2 // 512) * 512
+    return step, step * kwargs["count"]
+
+
+# ---- computing with attached weights ----------------------------------------------------------------------------------------
+
+
+def compute(folder: str, kwargs: dict[str, int], device: str, variant: str, rounds: int) -> Steps:
+    """Read, multiply, and run matrix-vector products with attached weights and with ordinary ones, by turns.
+
+    A second ordinary copy is the control: how far it is from the first is what memory's place alone makes.
+    """
+    import torch
+
+    from torchwcache import WeightCache
+
+    ready = get_ready(device)
+    yield ready
+    attachment = WeightCache.attach(config(folder, kwargs, device), mode="client", fallback="error", variant=variant)
+    attached = attachment.model.weights()
+    sets = {"attached": attached, "ordinary": [w.clone() for w in attached], "control": [w.clone() for w in attached]}
+    width = kwargs["width"]
+    batch = torch.empty(kwargs["rows"], width, dtype=torch.bfloat16, device=device).normal_()
+    token = batch[:1].clone()
+    products = attached[:: max(1, len(attached) // 4)][:4]
+    nbytes = sum(weight.nbytes for weight in attached)
+    works: dict[str, tuple[Callable[[list[torch.Tensor]], list[torch.Tensor]], float, str]] = {
+        "read": (lambda ws: [w.view(torch.float32).sum() for w in ws], nbytes / 1e9, "GB/s"),
+        "decode": (lambda ws: [torch.nn.functional.linear(token, w) for w in ws], nbytes / 1e9, "GB/s"),
+        "matmul": (
+            lambda ws: [torch.nn.functional.linear(batch, w) for w in ws[:: max(1, len(ws) // 4)][:4]],
+            2 * batch.numel() * sum(w.shape[0] for w in products) / 1e12,
+            "TFLOP/s",
+        ),
+    }
+    found = {}
+    with torch.inference_mode():
+        for name, (work, amount, unit) in works.items():
+            outputs = {which: work(weights) for which, weights in sets.items()}  # warms up, too
+            equal = all(torch.equal(a, b) for a, b in zip(outputs["attached"], outputs["ordinary"], strict=True))
+            del outputs
+            seconds: dict[str, list[float]] = {which: [] for which in sets}
+            for number in range(rounds):
+                order = list(sets)
+                for which in order[number % 3 :] + order[: number % 3]:
+                    seconds[which].append(_timed(lambda work=work, which=which: work(sets[which]), device))
+            found[name] = {"seconds": seconds, "amount": amount, "unit": unit, "equal": equal}
+    yield {"works": found, "gib": nbytes / 2**30}
+
+
+def _timed(work: Callable[[], Any], device: str) -> float:
+    import torch
+
+    if device == "cpu":
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    kept = work()
+    end.record()
+    torch.cuda.synchronize()
+    del kept
+    return start.elapsed_time(end) / 1e3
+
+
+# ---- publishing -------------------------------------------------------------------------------------------------------------
+
+
+def publish_rounds(folder: str, kwargs: dict[str, int], device: str, timed: int) -> Steps:
+    """Make and publish a stack several times over: first to warm up, then for the time, then for the memory."""
+    import _cuda_models
+    from _cuda_publish import Watch
+
+    from torchwcache import WeightCache
+
+    yield get_ready(device)
+    cache = WeightCache.connect(mode="client")
+    nbytes = _cuda_models.stack_nbytes(kwargs)
+    small = {**kwargs, "count": min(kwargs["count"], 8), "rows": min(kwargs["rows"], 64)}
+    watch = Watch(device)
+    for number, what in enumerate(["warm", *["time"] * timed, "memory"]):
+        given = small if what == "warm" else kwargs
+        wait_for_memory(device, nbytes)
+        model = _cuda_models.make_live(given, device)
+        with watch.on(memory=what == "memory"):
+            attachment = cache.publish(config(folder, given, device), model, variant=f"round-{number}")
+        checked = _cuda_models.check(model.weights(), given)
+        report = attachment.report
+        attachment.close()
+        del model, attachment
+        watch.release()
+        cache.evict(everything=True)
+        if what != "warm":
+            yield {"what": what, "nbytes": nbytes, "seconds": report.seconds, "checked": checked, **watch.found()}
+
+
+# ---- the loop ---------------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints must not get between
+    function = globals()[sys.argv[1]]
+    for said in function(**json.loads(sys.argv[2])):
+        out.write(json.dumps(said) + "\n")
+        out.flush()
+        if not sys.stdin.readline():
+            break
+    os._exit(0)  # taking 92,000 tensors apart takes seconds that nobody asked for
+
+
+if __name__ == "__main__":
+    main()
