@@ -11,7 +11,8 @@ from typing import Literal
 
 import msgspec
 
-from torchwcache.encoding import Value, VObject, VTensor, VTupleLike, VWeakref
+from torchwcache.collection import collection_paused
+from torchwcache.encoding import Value, VBool, VFloat, VInt, VObject, VStr, VTensor, VTupleLike, VWeakref
 from torchwcache.errors import ManifestError
 
 __all__ = [
@@ -200,7 +201,8 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
         ManifestError: Malformed bytes, wrong types, unknown fields, or another manifest version.
     """
     try:
-        manifest = _decoder.decode(data)
+        with collection_paused():
+            manifest = _decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ManifestError(f"malformed manifest: {error}", path="$") from error
     if manifest.version != MANIFEST_VERSION:
@@ -229,40 +231,47 @@ def validate(manifest: Manifest, segment_nbytes: Sequence[int]) -> None:
     for i, address in enumerate(manifest.addresses):
         if not 0 <= address < 1 << 63:
             _fail(f"$.addresses[{i}]", f"{address} is no address")
-    for i, storage in enumerate(manifest.storages):
-        if storage.host and storage.shared:
-            _fail(f"$.storages[{i}].host", "a storage that is copied into host memory cannot be shared")
-        if not 0 <= storage.segment < len(manifest.segments):
-            _fail(f"$.storages[{i}].segment", f"no segment {storage.segment}")
-        end = storage.offset + storage.nbytes
-        if storage.offset < 0 or storage.nbytes <= 0 or end > manifest.segments[storage.segment]:
-            _fail(f"$.storages[{i}]", f"bytes {storage.offset}..{end} lie outside segment {storage.segment}")
+    _validate_storages(manifest)
     _validate_tensors(manifest)
     _validate_modules(manifest)
     _validate_edits(manifest)
 
 
+def _validate_storages(manifest: Manifest) -> None:
+    segments, count = manifest.segments, len(manifest.segments)
+    for i, storage in enumerate(manifest.storages):
+        segment, offset, nbytes = storage.segment, storage.offset, storage.nbytes
+        if storage.host and storage.shared:
+            _fail(f"$.storages[{i}].host", "a storage that is copied into host memory cannot be shared")
+        if not 0 <= segment < count:
+            _fail(f"$.storages[{i}].segment", f"no segment {segment}")
+        if offset < 0 or nbytes <= 0 or offset + nbytes > segments[segment]:
+            _fail(f"$.storages[{i}]", f"bytes {offset}..{offset + nbytes} lie outside segment {segment}")
+
+
 def _validate_tensors(manifest: Manifest) -> None:
     nbytes = [storage.nbytes for storage in manifest.storages]
-    reaches: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}  # layers repeat: few layouts, many tensors
+    count = len(nbytes)
+    layouts: dict[tuple[str, tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}  # layers repeat: few layouts, many tensors
     for i, tensor in enumerate(manifest.tensors):
         layout = (tensor.dtype, tensor.shape, tensor.stride)
-        reach = reaches.get(layout)
-        if reach is None:
-            reach = reaches[layout] = _reach(f"$.tensors[{i}]", *layout)
+        known = layouts.get(layout)
+        if known is None:
+            reach = _reach(f"$.tensors[{i}]", *layout)
+            known = layouts[layout] = (reach, ITEMSIZE[tensor.dtype])
+        reach, itemsize = known
         storage, offset = tensor.storage, tensor.offset
-        if storage == -1:
-            if reach:
-                _fail(f"$.tensors[{i}].storage", f"a tensor of shape {tensor.shape} needs a storage")
-            continue
-        if not 0 <= storage < len(nbytes):
+        if 0 <= storage < count:
+            if offset < 0 or (offset + reach) * itemsize > nbytes[storage]:
+                _fail(
+                    f"$.tensors[{i}]",
+                    f"elements {offset}..{offset + reach} of {itemsize} bytes lie outside storage {storage} "
+                    f"of {nbytes[storage]} bytes",
+                )
+        elif storage != -1:
             _fail(f"$.tensors[{i}].storage", f"no storage {storage}")
-        if offset < 0 or (offset + reach) * ITEMSIZE[tensor.dtype] > nbytes[storage]:
-            _fail(
-                f"$.tensors[{i}]",
-                f"elements {offset}..{offset + reach} of {ITEMSIZE[tensor.dtype]} bytes lie outside storage {storage} "
-                f"of {nbytes[storage]} bytes",
-            )
+        elif reach:
+            _fail(f"$.tensors[{i}].storage", f"a tensor of shape {tensor.shape} needs a storage")
 
 
 def _reach(path: str, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
@@ -277,22 +286,29 @@ def _reach(path: str, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...
 
 
 def _validate_modules(manifest: Manifest) -> None:
-    count = len(manifest.tensors)
+    count, sets = len(manifest.tensors), len(manifest.attribute_sets)
     if not manifest.modules or manifest.modules[0].path:
         _fail("$.modules", "the first module must be the root, with an empty path")
     for i, module in enumerate(manifest.modules):
-        if not (module.same_as == -1 or (0 <= module.same_as < i)):
+        if module.same_as != -1 and not 0 <= module.same_as < i:
             _fail(f"$.modules[{i}].same_as", f"{module.same_as} is not an earlier module")
-        if not -1 <= module.attributes < len(manifest.attribute_sets):
+        if not -1 <= module.attributes < sets:
             _fail(f"$.modules[{i}].attributes", f"no attribute set {module.attributes}")
-        named = [*module.parameters, *((name, tensor) for name, tensor, _ in module.buffers)]
-        for name, tensor in named:
+        for name, tensor in module.parameters:
+            if tensor is not None and not 0 <= tensor < count:
+                _fail(f"$.modules[{i}]", f"{name}: no tensor {tensor}")
+        for name, tensor, _ in module.buffers:
             if tensor is not None and not 0 <= tensor < count:
                 _fail(f"$.modules[{i}]", f"{name}: no tensor {tensor}")
 
 
+_SCALARS = (VBool, VInt, VFloat, VStr)
+"""What most edits set: a flag that a loader leaves on every module."""
+
+
 def _validate_edits(manifest: Manifest) -> None:
-    modules, objects = len(manifest.modules), len(manifest.modules) + len(manifest.objects)
+    modules, tensors = len(manifest.modules), len(manifest.tensors)
+    objects = modules + len(manifest.objects)
     for i, spec in enumerate(manifest.objects):
         if not 0 <= spec.parent < modules + i:
             _fail(f"$.objects[{i}].parent", f"{spec.parent} is not an earlier object")
@@ -301,11 +317,11 @@ def _validate_edits(manifest: Manifest) -> None:
     for i, edit in enumerate(manifest.edits):
         if not 0 <= edit.target < objects:
             _fail(f"$.edits[{i}].target", f"no object {edit.target}")
-        if edit.value is not None:
-            _validate_value(f"$.edits[{i}].value", edit.value, len(manifest.tensors), objects)
+        if edit.value is not None and not isinstance(edit.value, _SCALARS):
+            _validate_value(f"$.edits[{i}].value", edit.value, tensors, objects)
     for i, tensor in enumerate(manifest.tensors):
         for name, value in tensor.attributes:
-            _validate_value(f"$.tensors[{i}].attributes.{name}", value, len(manifest.tensors), objects)
+            _validate_value(f"$.tensors[{i}].attributes.{name}", value, tensors, objects)
 
 
 def _validate_value(path: str, value: Value, tensors: int, objects: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchwcache.module.reachability import find_meta_tensors
+from torchwcache.module.reachability import find_meta_tensors, tree_holds_meta
 
 
 class Table(OrderedDict[str, Any]):
@@ -68,7 +68,18 @@ def _tables_that_refer_to_each_other(tensor: torch.Tensor) -> OrderedDict[str, A
     return first  # type: ignore[no-any-return]
 
 
+class Slotted(nn.Module):
+    __slots__ = ("kept",)
+
+
+class Named(dict[str, Any]):
+    """A dict of a class of its own, as a table of a module may be."""
+
+
+_ANCHOR = Plain(None)
+
 PLACES = {
+    "itself": lambda tensor: tensor,
     "list": lambda tensor: [tensor],
     "tuple": lambda tensor: ((), (tensor,)),
     "dict": lambda tensor: {"a": {}, "b": {"c": tensor}},
@@ -90,28 +101,74 @@ PLACES = {
     "iterator": lambda tensor: iter([tensor]),
     "tensor attribute": lambda tensor: _with_attribute(torch.zeros(1), tensor),
     "parameter": nn.Parameter,
+    "parameter's attribute": lambda tensor: _with_attribute(nn.Parameter(torch.zeros(1)), tensor),
     "module": lambda tensor: _with_attribute(nn.Module(), tensor),
+    "module that is not registered": lambda tensor: [_with_attribute(nn.Linear(1, 1), tensor)],
+    "dict key": lambda tensor: {tensor: 1},
+    "class instance's dict": lambda tensor: vars(Plain(tensor)),
+    "generator": lambda tensor: (value for value in [tensor]),
+    "what a weak reference calls": lambda tensor: weakref.ref(_ANCHOR, _closure(tensor)),
     "cycle": _cycle,
     "tables that refer to each other": _tables_that_refer_to_each_other,
 }
+
+
+def both(root: nn.Module) -> bool:
+    """The two ways to ask must agree; the fast one knows the tensors that the tables of the tree hold and that are not on meta."""
+    real = [t for t in (*root.parameters(), *root.buffers()) if not t.is_meta and not t.__dict__]
+    found = bool(find_meta_tensors(root))
+    assert tree_holds_meta(list(root.modules()), real) is found
+    return found
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_it_is_found(place: str) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     module[1].__dict__["hidden"] = PLACES[place](torch.empty(1, device="meta"))
-    assert find_meta_tensors(module)
+    assert both(module)
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_real_one_in_the_same_place_is_none(place: str) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     module[1].__dict__["hidden"] = PLACES[place](torch.zeros(1))
-    assert find_meta_tensors(module) == []
+    assert not both(module)
+
+
+@pytest.mark.parametrize("name", sorted(nn.Linear(1, 1).__dict__))
+@pytest.mark.parametrize("table", [OrderedDict, Named])
+def test_what_every_module_has_is_no_hiding_place(name: str, table: type[Any]) -> None:
+    for device in ("meta", "cpu"):
+        module = nn.Sequential(*(nn.Linear(1, 1) for _ in range(200)))
+        before = module[150].__dict__[name]
+        module[150].__dict__[name] = table(before if isinstance(before, dict) else {})
+        module[150].__dict__[name].kept = torch.zeros(1, device=device)
+        assert both(module) is (device == "meta")
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "buffer"])
+def test_a_parameter_or_buffer_is_found(name: str) -> None:
+    module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    module[1].register_buffer("buffer", torch.zeros(1))
+    assert not both(module)
+    module[1].get_parameter("weight").kept = torch.zeros(1)  # type: ignore[attr-defined]
+    assert not both(module)
+    table = module[1]._buffers if name == "buffer" else module[1]._parameters
+    table[name] = nn.Parameter(torch.zeros(1, device="meta"))
+    assert find_meta_tensors(module) == [f"1.{name}"]
+    assert both(module)
+
+
+def test_a_module_with_slots() -> None:
+    for device in ("meta", "cpu"):
+        module = nn.Sequential(nn.Linear(1, 1), Slotted(), Slotted())
+        module[2].kept = torch.zeros(1, device=device)
+        assert "kept" not in module[2].__dict__
+        assert both(module) is (device == "meta")
 
 
 def test_what_is_referred_to_weakly_does_not_count() -> None:
     tensor = torch.empty(1, device="meta")
     module = nn.Linear(2, 2)
     module.__dict__["hidden"] = weakref.ref(tensor)
-    assert find_meta_tensors(module) == []
+    assert not both(module)

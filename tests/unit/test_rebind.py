@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -15,7 +17,7 @@ from torch import nn
 
 from torchwcache.adapter import CaptureRules
 from torchwcache.config import Access
-from torchwcache.encoding import VInt, VObject, VStr, VTensor, VTuple
+from torchwcache.encoding import VDict, VInt, VObject, VStr, VTensor, VTuple
 from torchwcache.errors import ManifestError, RebindError, SegmentError
 from torchwcache.manifest import Edit, Manifest, ObjectSpec, Step, decode_manifest, encode_manifest, validate
 from torchwcache.module.reachability import find_meta_tensors
@@ -109,6 +111,142 @@ def test_an_object_that_the_build_does_not_make() -> None:
         rebind_to(publication, build_meta(lambda: build(there=False)))
 
 
+def test_a_value_that_only_torch_can_read_may_not_be_missing() -> None:
+    def build() -> nn.Module:
+        module = nn.Linear(2, 2)
+        module.kind = torch.float16
+        return module
+
+    publication = Publication(capture_loaded(build().eval(), build))
+    publication.attach(build)
+    for kind, shown in ((torch.float32, "is torch.float32 here"), (None, "is missing here")):
+        module = build_meta(build)
+        module.kind = kind
+        if kind is None:
+            del module.kind
+        with pytest.raises(RebindError, match=shown):
+            rebind_to(publication, module)
+
+
+class Renaming(nn.ModuleList):
+    """Names its modules in its own way."""
+
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+        for path, module in super().named_modules(memo, prefix, remove_duplicate):
+            yield path.replace("0", "zero"), module
+
+
+def test_a_class_that_names_its_modules_itself() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), Renaming([nn.Linear(2, 2)]))
+
+    publication = Publication(capture_loaded(build().eval(), build))
+    assert [spec.path for spec in publication.manifest().modules] == ["", "0", "1", "1.zero"]
+    attached, _ = publication.attach(build)
+    assert torch.equal(attached[1][0].weight, attached.get_submodule("1.0").weight)
+
+
+# ---- what is made --------------------------------------------------------------------------------------------------------------
+
+
+class _Refusing(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was seen by a mode of the caller's")
+
+
+@contextmanager
+def _default_device() -> Iterator[None]:
+    with torch.device("meta"):
+        yield
+
+
+class Mixed(nn.Module):
+    """A matrix, a vector, a scalar, nothing, two over one storage, integers, and a transposed one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(3, 4))
+        self.vector = nn.Parameter(torch.randn(5))
+        self.scalar = nn.Parameter(torch.randn(()))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.turned = nn.Parameter(torch.randn(3, 4).t())
+        self.frozen = nn.Parameter(torch.randn(2), requires_grad=False)
+        self.codes = nn.Parameter(torch.arange(4), requires_grad=False)
+        both = torch.randn(6)
+        self.first, self.second = nn.Parameter(both[:2]), nn.Parameter(both[2:].view(2, 2))
+        self.register_buffer("table", torch.randn(2, 2))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad, _default_device, _Refusing])
+def test_tensors_are_the_same_whatever_mode_the_caller_is_in(mode: Any, requires_grad: bool) -> None:
+    torch.manual_seed(0)
+    loaded = Mixed().eval()
+    publication = Publication(capture_loaded(loaded, Mixed))
+    module, segments = build_meta(Mixed), publication.map()
+    manifest = publication.manifest()
+    inference = torch.is_inference_mode_enabled()
+    with mode():
+        rebind(module, manifest, segments, device=CPU, requires_grad=requires_grad)
+    assert torch.is_inference_mode_enabled() is inference
+    storages: dict[int, set[str]] = {}
+    for name, parameter in module.named_parameters():
+        theirs = loaded.get_parameter(name)
+        assert type(parameter) is nn.Parameter
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.requires_grad is (requires_grad and theirs.requires_grad)
+        assert not parameter.is_inference()
+        assert not parameter._is_view()
+        assert parameter.is_leaf
+        assert parameter.device == CPU
+        assert torch.equal(parameter, theirs)
+        assert parameter.stride() == theirs.stride()
+        storages.setdefault(parameter.untyped_storage()._cdata, set()).add(name)
+    assert {frozenset(names) for names in storages.values() if len(names) > 1} == {frozenset({"first", "second"})}
+    assert not module.table.is_inference()
+    assert type(module.table) is torch.Tensor
+    with torch.no_grad():
+        module.vector.add_(1)  # what was made in inference mode could not be changed outside of it
+    if requires_grad:
+        (module.matrix.sum() + module.turned.sum()).backward()
+        assert module.matrix.grad is not None
+
+
+def test_each_tensor_owns_its_storage_and_no_more() -> None:
+    publication = Publication(capture_loaded(Mixed().eval(), Mixed))
+    attached, _ = publication.attach(Mixed)
+    assert attached.matrix.untyped_storage().nbytes() == 48
+    assert attached.vector.untyped_storage().nbytes() == 20
+    assert attached.second.untyped_storage().nbytes() == 24
+    assert attached.second.storage_offset() == 2
+    copy = nn.Parameter(attached.matrix.detach().clone())
+    assert torch.equal(copy, attached.matrix)
+
+
+def test_tables_come_in_the_order_of_the_entry_under_the_keys_of_the_build(publication: Publication) -> None:
+    module = build_meta(Net)
+    weight = module.lin._parameters.pop("weight")
+    module.lin._parameters["weight"] = weight
+    keys = {key: key for key in module.norm._parameters}
+    rebind_to(publication, module)
+    assert list(module.lin._parameters) == ["weight", "bias"]
+    assert all(key is keys[key] for key in module.norm._parameters)
+
+
+def test_a_tensor_shares_an_attribute_with_what_the_load_added() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    loaded = build().eval()
+    loaded.names = loaded[0].weight.names_of_rows = ["a", "b"]
+    loaded[1].weight.other = loaded[0].weight
+    publication = Publication(capture_loaded(loaded, build))
+    attached, _ = publication.attach(build)
+    assert attached.names == ["a", "b"]
+    assert attached.names is attached[0].weight.names_of_rows
+    assert attached[1].weight.other is attached[0].weight
+
+
 # ---- completeness ------------------------------------------------------------------------------------------------------------
 
 
@@ -136,6 +274,33 @@ def test_a_rebind_that_leaves_a_tensor_on_meta_is_refused(publication: Publicati
     module.forgotten = iter([torch.empty(1, device="meta")])
     with pytest.raises(RebindError, match="still on the meta device"):
         rebind_to(publication, module)
+
+
+def test_no_edit_decides_what_lies_in_a_table(publication: Publication) -> None:
+    manifest = publication.manifest()
+    paths = [spec.path for spec in manifest.modules]
+    lin, start = paths.index("lin"), len(paths) + len(manifest.objects)
+    objects = (
+        *manifest.objects,
+        ObjectSpec(lin, Step("attribute", VStr("_parameters")), "builtins:dict"),
+        ObjectSpec(start, Step("key", VStr("weight")), "torch.nn.parameter:Parameter"),
+        ObjectSpec(lin, Step("attribute", VStr("_buffers")), "builtins:dict"),
+    )
+    on_meta = VObject(start + 1)
+    edits = (
+        Edit(start + 2, Step("key", VStr("hidden")), on_meta),
+        Edit(0, Step("attribute", VStr("_buffers")), VDict(((VStr("seen"), on_meta),))),
+    )
+    module = build_meta(Net)
+    rebind_to(publication, module, changed(publication, objects=objects, edits=(*manifest.edits, *edits)))
+    assert not find_meta_tensors(module)
+    assert not module.lin._buffers
+    assert torch.equal(module.seen, torch.zeros(3))
+
+    edits = (Edit(0, Step("attribute", VStr("kept")), VTuple((on_meta,))),)
+    refused = changed(publication, objects=objects, edits=(*manifest.edits, *edits))
+    with pytest.raises(RebindError, match="still on the meta device"):
+        rebind_to(publication, build_meta(Net), refused)
 
 
 def test_collection_is_left_as_it_was(publication: Publication) -> None:

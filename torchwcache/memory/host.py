@@ -243,7 +243,12 @@ class HostMappedSegment:
 
     def view(self, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
         """:meth:`tensor`, as a tensor of that shape and stride (in elements) over the start of its storage, in one step."""
-        return self.tensor(offset, nbytes, dtype).as_strided_(shape, stride)
+        if nbytes == 0:
+            return torch.empty_strided(shape, stride, dtype=dtype)
+        count = nbytes // dtype.itemsize
+        flat = torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=offset)
+        whole = len(shape) == 1 and shape[0] == count and stride[0] == 1
+        return flat if whole else flat.as_strided_(shape, stride)
 
     def is_modified(self, offset: int, nbytes: int) -> bool:
         """Whether this process wrote to those bytes of its mapping.

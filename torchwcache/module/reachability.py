@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import types
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from torchwcache.module.graph import ATOMIC_TYPES, children, is_leaf
 
-__all__ = ["find_meta_tensors"]
+__all__ = ["find_meta_tensors", "tree_holds_meta"]
 
 # Never entered: a function's globals or a class would lead into every module that is loaded.
 _CLOSED: frozenset[type] = ATOMIC_TYPES | {
@@ -24,22 +25,23 @@ _CLOSED: frozenset[type] = ATOMIC_TYPES | {
 # What these hold is what they contain, so an empty one leads nowhere. An ``OrderedDict`` may have attributes besides.
 _CONTAINERS: frozenset[type] = frozenset({dict, list, set, tuple, frozenset})
 
+_BATCH = 1000
+"""So many objects are asked about at once: few enough that the second look at them finds them in the core's cache."""
+
 
 def _function_parts(function: types.FunctionType) -> list[Any]:
     return [function.__closure__, function.__defaults__, function.__kwdefaults__, function.__dict__]
 
 
-def _holds_meta(root: nn.Module) -> bool:
+def _holds_meta(objects: list[Any], seen: set[int]) -> bool:
     """Follow every reference, also those that Python code cannot list (C types, closures), as the garbage collector does.
 
     Most of what a module holds are its dozen empty dicts of hooks, so these are told apart first and at the least expense.
     """
-    seen: set[int] = {id(root)}
-    frontier: list[Any] = [root]
     tensor_types: dict[type, bool] = {}
-    while frontier:
+    while objects:
         found = []
-        for obj in gc.get_referents(*frontier):
+        for obj in objects:
             cls = type(obj)
             if cls is OrderedDict:
                 if not obj:
@@ -68,8 +70,45 @@ def _holds_meta(root: nn.Module) -> bool:
                 found += parts
                 continue
             found.append(obj)
-        frontier = found
+        objects = gc.get_referents(*found)
     return False
+
+
+def tree_holds_meta(tree: Sequence[nn.Module], real: Iterable[torch.Tensor]) -> bool:
+    """Whether a meta tensor is reachable from a module: :func:`find_meta_tensors` for a tree that was filled just now.
+
+    It is answered at a fraction of the expense. What a module holds are nearly always a dozen empty dicts of hooks, numbers, and
+    tables of modules and tensors that are known. So the collector is asked what everything that modules of one class hold leads to.
+    If that is nothing but what is known, no single object needs to be looked at: all else, a tensor too, leads to its class or to
+    its contents at least.
+
+    Args:
+        tree: Every module of the tree.
+        real: Tensors that are known not to be on the meta device and to have no attributes.
+    """
+    known = {id(None), *map(id, tree), *map(id, real)}
+    suspects: list[Any] = []
+    by_class: defaultdict[type, list[Any]] = defaultdict(list)
+    for module in tree:
+        held = by_class[type(module)]
+        held += module.__dict__.values()
+        if len(held) >= _BATCH:
+            suspects += _leading_elsewhere(held, known)
+            held.clear()
+    for held in by_class.values():
+        suspects += _leading_elsewhere(held, known)
+    slotted = {cls for cls in by_class if cls.__basicsize__ != nn.Module.__basicsize__}
+    if slotted:  # besides its ``__dict__``, such a module has places that only the collector lists
+        whole = [module for module in tree if type(module) in slotted]
+        known.difference_update(map(id, whole))
+        suspects += whole
+    return bool(suspects) and _holds_meta(suspects, known)
+
+
+def _leading_elsewhere(held: list[Any], known: set[int]) -> list[Any]:
+    """All of ``held`` if any of it leads to something that is neither known nor a plain value, else nothing."""
+    found = [obj for obj in gc.get_referents(*held) if id(obj) not in known and type(obj) not in ATOMIC_TYPES]
+    return held.copy() if found else []
 
 
 def find_meta_tensors(root: nn.Module, limit: int = 100) -> list[str]:
@@ -77,7 +116,7 @@ def find_meta_tensors(root: nn.Module, limit: int = 100) -> list[str]:
 
     The fast answer comes from the collector's view of the heap; names are looked up only when there is something to name.
     """
-    if not _holds_meta(root):
+    if not _holds_meta([root], set()):
         return []
     found: list[str] = []
     seen: set[int] = set()

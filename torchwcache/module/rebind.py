@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import weakref
 from collections.abc import Sequence
@@ -12,14 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchwcache.collection import collection_paused
 from torchwcache.encoding import (
     Decoder,
     Value,
+    VBool,
     VDevice,
     VDType,
     VEntryDevice,
+    VInt,
     VObject,
     VSize,
+    VStr,
     VTensor,
     VTorchConstant,
     VTupleLike,
@@ -27,13 +30,13 @@ from torchwcache.encoding import (
     decode,
 )
 from torchwcache.errors import EncodingError, RebindError
-from torchwcache.manifest import ClassEdit, Edit, Manifest, TensorSpec
+from torchwcache.manifest import ClassEdit, Edit, Manifest
 from torchwcache.memory.base import MappedSegment
-from torchwcache.module.attributes import encode_attribute
 from torchwcache.module.classes import encode_class_value, tree_classes
-from torchwcache.module.graph import assign, child, remove, type_name
-from torchwcache.module.reachability import find_meta_tensors
-from torchwcache.module.storages import view_storage
+from torchwcache.module.graph import ATOMIC_TYPES, assign, child, remove, type_name
+from torchwcache.module.making import make_tensors
+from torchwcache.module.reachability import find_meta_tensors, tree_holds_meta
+from torchwcache.module.same_build import AttributeCheck, Problem, check_tree, named_tree, plain
 
 __all__ = ["RebindReport", "rebind"]
 
@@ -60,6 +63,9 @@ def rebind(
 ) -> RebindReport:
     """Fill ``module`` in place.
 
+    The tensors are the same whatever modes the caller is in. Made in inference mode, they could never be used outside of it, nor be
+    trained; and a default device, or another function mode, has no say in where published bytes lie.
+
     Args:
         module: Built on the meta device in the way that ``manifest.construction`` says. After an error it must be thrown away.
         manifest: Validated against the segments (``manifest.validate``).
@@ -70,7 +76,8 @@ def rebind(
     Raises:
         RebindError: The module is not the one that was published, or something would be left without a value.
     """
-    return _Rebinding(module, manifest, segments, device, requires_grad).run()
+    with torch.inference_mode(mode=False), torch._C.DisableTorchFunction(), collection_paused():
+        return _Rebinding(module, manifest, segments, device, requires_grad).run()
 
 
 class _Rebinding:
@@ -79,41 +86,51 @@ class _Rebinding:
     ) -> None:
         self.module, self.manifest, self.segments = module, manifest, segments
         self.device, self.requires_grad = device, requires_grad
-        self.problems: list[tuple[str, str]] = []
-        self.named = list(module.named_modules(remove_duplicate=False))
-        self.tree = [item for _, item in self.named]
+        self.problems: list[Problem] = []
+        self.paths, self.tree = named_tree(module)
         self.objects: list[Any] = []
         self.tensors: list[torch.Tensor] = []
+        self.attributed: set[int] = set()
         self.plain: list[weakref.ref[torch.Tensor]] = []
         self.decoder = Decoder(self.leaf)
 
     def run(self) -> RebindReport:
-        # Thousands of small objects are made and all of them stay: a collection in between finds nothing and costs milliseconds.
-        was_enabled = gc.isenabled()
-        gc.disable()
         try:
-            self.check_tree()
+            self.problems += check_tree(self.paths, self.tree, self.manifest.modules)
             self.raise_problems()
             self.resolve_objects()
             self.raise_problems()
             self.check_attributes()
             self.raise_problems()
-            report = self.make_tensors()
             classes = self.tensor_classes()
-            self.finish_tensors(classes)
-            self.fill_tables()
+            self.tensors = make_tensors(
+                self.manifest, self.segments, device=self.device, classes=classes, requires_grad=self.requires_grad
+            )
             self.apply_edits()
+            self.set_tensor_attributes()
+            self.fill_tables()
             self.raise_problems()
             self.apply_class_edits()
             self.raise_problems()
+            self.check_completeness()
         finally:
             del self.decoder  # it holds this object: a cycle would keep every tensor until a garbage collection
-            if was_enabled:
-                gc.enable()
-        left = find_meta_tensors(self.module)
-        self.problems += [(path, "is still on the meta device: the manifest has no value for it") for path in left]
-        self.raise_problems()
-        return report
+        return self.report()
+
+    def report(self) -> RebindReport:
+        storages = self.manifest.storages
+        mapped = sum([spec.nbytes for spec in storages if spec.shared])
+        copied = sum([spec.nbytes for spec in storages if not spec.shared])
+        return RebindReport(mapped_nbytes=mapped, copied_nbytes=copied, tensors=len(self.tensors), plain=self.plain)
+
+    def check_completeness(self) -> None:
+        bare = self.tensors
+        if self.attributed:
+            bare = [tensor for number, tensor in enumerate(bare) if number not in self.attributed]
+        if tree_holds_meta(self.tree, bare):
+            left = find_meta_tensors(self.module)
+            self.problems += [(path, "is still on the meta device: the manifest has no value for it") for path in left]
+            self.raise_problems()
 
     def raise_problems(self) -> None:
         if self.problems:
@@ -125,70 +142,22 @@ class _Rebinding:
 
     # ---- is it the same module? ----------------------------------------------------------------------------------------------
 
-    def check_tree(self) -> None:
-        specs, built = self.manifest.modules, self.named
-        if [path for path, _ in built] != [spec.path for spec in specs]:
-            mine, theirs = {path for path, _ in built}, {spec.path for spec in specs}
-            self.problems += [(path or "(root)", "is built here, but not in the entry") for path in sorted(mine - theirs)]
-            self.problems += [(path or "(root)", "is in the entry, but not built here") for path in sorted(theirs - mine)]
-            if not self.problems:
-                self.problems.append(("(root)", "the modules come in another order than in the entry"))
-            return
-        first: dict[int, int] = {}
-        names = {cls: type_name(cls) for cls in set(map(type, self.tree))}
-        for number, ((path, module), spec) in enumerate(zip(built, specs, strict=True)):
-            name = names[type(module)]
-            if name != spec.cls:
-                self.problems.append((path or "(root)", f"is a {name} here, a {spec.cls} in the entry"))
-            same_as = first.setdefault(id(module), number)
-            if (spec.same_as if spec.same_as >= 0 else number) != same_as:
-                self.problems.append((path, "shares its module with another path in only one of the two"))
-
     def check_attributes(self) -> None:
-        """What the build resolved here must be what it resolved in the producer (design D11)."""
-        expected = [dict(entry) for entry in self.manifest.attribute_sets]
-        decoded = [{name: self._plain(value) for name, value in entry} for entry in self.manifest.attribute_sets]
-        for module, spec in zip(self.tree, self.manifest.modules, strict=True):
-            if spec.attributes >= 0:
-                self._check_set(spec.path, module.__dict__, decoded[spec.attributes], expected[spec.attributes])
+        check = AttributeCheck(self.manifest)
+        check.check_modules(self.tree, self.manifest.modules)
         for number, item in enumerate(self.manifest.objects):
             if item.attributes >= 0:
                 state = getattr(self.objects[len(self.tree) + number], "__dict__", {})
-                self._check_set(self._object_path(number), state, decoded[item.attributes], expected[item.attributes])
-
-    def _check_set(self, path: str, state: dict[str, Any], plain: dict[str, Any], expected: dict[str, Value]) -> None:
-        for name, value in plain.items():
-            mine = state.get(name, _MISSING)
-            # The cheap test first; only what it cannot settle (containers, NaN, a difference) is put into tagged form.
-            if mine is value or (type(mine) is type(value) and type(mine) in (str, int, bool) and mine == value):
-                continue
-            self._check_attribute(f"{path}.{name}" if path else name, mine, expected[name])
+                check.check(self._object_path(number), state, item.attributes)
+        self.problems += check.problems
 
     def _object_path(self, number: int) -> str:
         spec = self.manifest.objects[number]
         modules = len(self.tree)
         parent = self.manifest.modules[spec.parent].path if spec.parent < modules else self._object_path(spec.parent - modules)
-        key = self._plain(spec.step.key)
+        key = plain(spec.step.key)
         step = f".{key}" if spec.step.kind in ("attribute", "slot") else f"[{key!r}]"
         return (parent + step).lstrip(".")
-
-    @staticmethod
-    def _plain(value: Value) -> Any:
-        try:
-            return decode(value)
-        except EncodingError:
-            return _MISSING
-
-    def _check_attribute(self, path: str, mine: Any, expected: Value) -> None:
-        if mine is _MISSING:
-            self.problems.append((path, "is missing here"))
-            return
-        try:
-            same = encode_attribute(mine) == expected or repr(encode_attribute(mine)) == repr(expected)
-        except EncodingError:
-            same = False
-        if not same:
-            self.problems.append((path, f"is {mine!r} here, {_show(expected)} in the entry"))
 
     # ---- objects and tensors -------------------------------------------------------------------------------------------------
 
@@ -204,42 +173,6 @@ class _Rebinding:
             if found is not _MISSING and type_name(type(found)) != spec.type:
                 self.problems.append((self._object_path(number), f"is a {type_name(type(found))} here, a {spec.type} in the entry"))
             self.objects.append(found)
-
-    def make_tensors(self) -> RebindReport:
-        manifest, segments = self.manifest, self.segments
-        storages: list[torch.UntypedStorage | None] = [None] * len(manifest.storages)
-        dtypes = {spec.dtype: getattr(torch, spec.dtype) for spec in manifest.tensors}
-        mapped = copied = 0
-        for spec in manifest.storages:
-            if spec.shared:
-                mapped += spec.nbytes
-            else:
-                copied += spec.nbytes
-        made = self.tensors
-        counts = [0] * len(manifest.storages)
-        for tensor in manifest.tensors:
-            if tensor.storage >= 0:
-                counts[tensor.storage] += 1
-        for tensor in manifest.tensors:
-            dtype = dtypes[tensor.dtype]
-            number = tensor.storage
-            if number < 0:
-                made.append(torch.empty_strided(tensor.shape, tensor.stride, dtype=dtype, device=self.device))
-                continue
-            storage = manifest.storages[number]
-            if storage.shared and counts[number] == 1 and not tensor.offset and storage.nbytes % dtype.itemsize == 0:
-                # The usual case, kept short: one tensor over its whole storage.
-                segment = segments[storage.segment]
-                made.append(segment.view(storage.offset, storage.nbytes, dtype, tensor.shape, tensor.stride))
-                continue
-            memory = storages[number]
-            if memory is None:
-                flat = segments[storage.segment].tensor(storage.offset, storage.nbytes, torch.uint8)
-                if not storage.shared:
-                    flat = flat.cpu() if storage.host else flat.clone()
-                memory = storages[number] = flat.untyped_storage()
-            made.append(view_storage(memory, dtype, tensor.offset, tensor.shape, tensor.stride))
-        return RebindReport(mapped_nbytes=mapped, copied_nbytes=copied, tensors=len(made), plain=self.plain)
 
     def tensor_classes(self) -> dict[str, type[torch.Tensor]]:
         """Classes by name. Only what is loaded already, and only tensor classes: reading a manifest imports nothing."""
@@ -268,21 +201,6 @@ class _Rebinding:
                     return type(tensor)
         return None
 
-    def finish_tensors(self, classes: dict[str, type[torch.Tensor]]) -> None:
-        make = torch.Tensor._make_subclass
-        tensors, keep_grad = self.tensors, self.requires_grad
-        for number, spec in enumerate(self.manifest.tensors):
-            tensor = tensors[number]
-            if spec.flags:
-                tensor = torch._neg_view(tensor) if "neg" in spec.flags else tensor
-                tensor = torch.conj(tensor) if "conj" in spec.flags else tensor
-            if spec.cls == "Parameter":
-                tensors[number] = make(nn.Parameter, tensor, keep_grad and spec.requires_grad)
-            elif spec.cls:
-                tensors[number] = make(classes[spec.cls], tensor, keep_grad and spec.requires_grad)
-            else:
-                tensors[number] = tensor.requires_grad_() if keep_grad and spec.requires_grad else tensor
-
     def leaf(self, node: Value) -> Any:
         """What the torch-free decoder cannot make."""
         match node:
@@ -310,47 +228,53 @@ class _Rebinding:
 
     # ---- putting things in place ---------------------------------------------------------------------------------------------
 
+    def set_tensor_attributes(self) -> None:
+        """After the edits, in the order in which they were captured: an attribute may refer to a container that an edit made."""
+        specs = self.manifest.tensors
+        inherited = {index for index, spec in enumerate(specs) if spec.inherited}
+        built = self.built_tensors(inherited) if inherited else {}
+        for index in sorted(inherited.union([index for index, spec in enumerate(specs) if spec.attributes])):
+            spec = specs[index]
+            state = self.tensors[index].__dict__
+            for name in spec.inherited:
+                if name in (theirs := built[index].__dict__ if index in built else {}):
+                    state[name] = theirs[name]
+                else:
+                    self.problems.append((f"tensor {index}.{name}", "the build makes no tensor to take this attribute over from"))
+            for name, value in spec.attributes:
+                state[name] = self.decoder.value(value)
+            if not all(type(value) in ATOMIC_TYPES for value in state.values()):
+                self.attributed.add(index)
+
+    def built_tensors(self, wanted: set[int]) -> dict[int, torch.Tensor]:
+        """What the build put where these tensors belong: in the first place of each. Only before the tables are filled."""
+        found: dict[int, torch.Tensor] = {}
+        for module, spec in zip(self.tree, self.manifest.modules, strict=True):
+            if spec.same_as >= 0:
+                continue
+            buffers = [(name, index) for name, index, _ in spec.buffers]
+            for name, index in (*spec.parameters, *buffers):
+                tensor = module._parameters.get(name, module._buffers.get(name))
+                if index in wanted and tensor is not None:
+                    found.setdefault(index, tensor)
+        return found
+
     def fill_tables(self) -> None:
-        # Attributes of a tensor come from the first place that it is in; few tensors have any.
-        pending = {index for index, tensor in enumerate(self.manifest.tensors) if tensor.attributes or tensor.inherited}
+        """After all edits: whatever they did, what lies in the tables is what the manifest says."""
+        tensors = self.tensors
         for module, spec in zip(self.tree, self.manifest.modules, strict=True):
             if spec.same_as >= 0:
                 continue
             state = module.__dict__
-            self.fill_table(state["_parameters"], spec.parameters, pending)
-            buffers, transient = state["_buffers"], state["_non_persistent_buffers_set"]
-            if spec.buffers or buffers or transient:
-                self.fill_table(buffers, [(name, index) for name, index, _ in spec.buffers], pending)
-                transient.clear()
-                transient.update(name for name, _, persistent in spec.buffers if not persistent)
             state["training"] = spec.training
-        for index in sorted(pending):
-            self.set_tensor_attributes(index, None)
-
-    def fill_table(
-        self, table: dict[str, torch.Tensor | None], entries: Sequence[tuple[str, int | None]], pending: set[int]
-    ) -> None:
-        if pending:
-            for name, index in entries:
-                if index in pending:
-                    pending.remove(index)
-                    self.set_tensor_attributes(index, table.get(name))
-        if list(table) != [name for name, _ in entries]:
-            table.clear()
-        tensors = self.tensors
-        for name, index in entries:
-            table[name] = None if index is None else tensors[index]
-
-    def set_tensor_attributes(self, index: int, built: torch.Tensor | None) -> None:
-        spec: TensorSpec = self.manifest.tensors[index]
-        state = self.tensors[index].__dict__
-        for name in spec.inherited:
-            if built is None or name not in built.__dict__:
-                self.problems.append((f"tensor {index}.{name}", "the build makes no tensor to take this attribute over from"))
-            else:
-                state[name] = built.__dict__[name]
-        for name, value in spec.attributes:
-            state[name] = self.decoder.value(value)
+            entries, table = spec.parameters, state["_parameters"]
+            if entries or table:
+                _fill(table, entries, tensors)
+            buffers, table, transient = spec.buffers, state["_buffers"], state["_non_persistent_buffers_set"]
+            if buffers or table or transient:
+                _fill(table, [(name, index) for name, index, _ in buffers], tensors)
+                transient.clear()
+                transient.update(name for name, _, persistent in buffers if not persistent)
 
     def apply_edits(self) -> None:
         for number, edit in enumerate(self.manifest.edits):
@@ -370,11 +294,12 @@ class _Rebinding:
             else:
                 target.extend(new)
             return
-        key = decode(edit.step.key)
-        if edit.value is None:
-            remove(target, edit.step.kind, key)
+        step, value = edit.step, edit.value
+        key = step.key.value if isinstance(step.key, VStr) else decode(step.key)
+        if value is None:
+            remove(target, step.kind, key)
         else:
-            assign(target, edit.step.kind, key, self.decoder.value(edit.value))
+            assign(target, step.kind, key, value.value if isinstance(value, (VBool, VInt)) else self.decoder.value(value))
 
     def apply_class_edits(self) -> None:
         if not self.manifest.class_edits:
@@ -401,15 +326,22 @@ class _Rebinding:
             setattr(cls, edit.name, self.decoder.value(edit.after))
 
 
+def _fill(table: dict[str, torch.Tensor | None], entries: Sequence[tuple[str, int | None]], tensors: list[torch.Tensor]) -> None:
+    if len(table) == len(entries):
+        for key, (name, index) in zip(table, entries):  # noqa: B905 - checked, and this runs once a module
+            if key != name:
+                break
+            # Under the key that is there: torch's own, which is found by identity. A replaced value is no change of the dict.
+            table[key] = None if index is None else tensors[index]
+        else:
+            return
+    table.clear()
+    for name, index in entries:
+        table[name] = None if index is None else tensors[index]
+
+
 def _torch_constant(name: str, kinds: Any) -> Any:
     found = getattr(torch, name, None)
     if not isinstance(found, kinds):
         raise EncodingError(f"torch.{name} does not exist in this version", path="$")
     return found
-
-
-def _show(value: Value) -> str:
-    try:
-        return repr(decode(value, leaf=lambda node: node))
-    except EncodingError:
-        return repr(value)
