@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ from torchwcache.identity.fingerprint import Fingerprint, diff, fingerprint_of, 
 from torchwcache.manifest import Manifest, decode_manifest, validate
 from torchwcache.memory.base import MappedSegment, Memory
 from torchwcache.memory.select import memory_for
+from torchwcache.module.normal_tensors import normal_tensors
 from torchwcache.module.one_at_a_time import one_at_a_time
 from torchwcache.module.rebind import rebind
 from torchwcache.producing import Production
@@ -76,6 +78,7 @@ class Attaching:
         self.adapter: Adapter = adapter_for(cfg)
         self.memory: Memory = memory_for(cfg.device)
         self.report = AttachReport()
+        self.device_id: str
         self.built: nn.Module
         self.construction: str
         self.description: Description
@@ -92,6 +95,8 @@ class Attaching:
         Args:
             scratch: A live module of this model exists in the process already (design D11).
         """
+        with self.report.phase("device"):
+            self.device_id = self.memory.device_id  # on a GPU this makes the process's context, if it has none yet
         with self.report.phase("build"), one_at_a_time():
             if scratch:
                 with self.adapter.scratch_build(self.cfg) as (self.built, self.construction):
@@ -102,7 +107,7 @@ class Attaching:
             self.description = self.adapter.describe(self.cfg, self.built)
             self.method = check_config(self.description.quantization_config, self.cfg.quantization)
             self.identity = CheckpointIdentity(self.description.checkpoint, mode=self.cfg.identity)
-            self.slot = slot_of(self.cfg, self.description, self.memory.device_id)
+            self.slot = slot_of(self.cfg, self.description, self.device_id)
             self.report.slot = self.slot
 
     def fingerprint(self, content: Content) -> Fingerprint:
@@ -139,16 +144,17 @@ class Attaching:
 
     def run(self) -> Attachment:
         """Do it all."""
-        try:
-            self.describe()
-        except UnsupportedQuantizationError as error:
-            return self.refused(error)
-        with self.identity:
+        with normal_tensors():
             try:
-                return self.through_daemon()
-            except BaseException:
-                self.close_connection()
-                raise
+                self.describe()
+            except UnsupportedQuantizationError as error:
+                return self.refused(error)
+            with self.identity:
+                try:
+                    return self.through_daemon()
+                except BaseException:
+                    self.close_connection()
+                    raise
 
     def through_daemon(self) -> Attachment:
         """Ask the daemon until the answer settles what to do."""
@@ -187,7 +193,7 @@ class Attaching:
                 self.connection = connect_or_start(self.options.socket, start=self.options.start, timeout_s=_CONNECT_TIMEOUT_S)
         request = Attach(
             key=fingerprint.hex,
-            device=self.memory.device_id,
+            device=self.device_id,
             slot=self.slot,
             family=fingerprint.family,
             fields=fingerprint.encode(),
@@ -216,6 +222,8 @@ class Attaching:
             manifest, segments = self.map(reply, fds)
             with self.report.phase("rebind"):
                 done = rebind(self.built, manifest, segments, device=self.memory.device, requires_grad=self.options.requires_grad)
+                for segment in segments:
+                    segment.settle()
                 self.adapter.prepare(self.cfg, self.built)
         except (RebindError, ManifestError, SegmentError, EncodingError) as error:
             return self.unfit(error)
@@ -228,22 +236,25 @@ class Attaching:
             self.built, self.report, connection=self.connection, manifest=manifest, segments=segments, plain=done.plain
         )
 
-    def map(self, reply: Hit, fds: list[int]) -> tuple[Manifest, list[MappedSegment]]:
+    def map(self, reply: Hit, fds: list[int]) -> tuple[Manifest, Sequence[MappedSegment]]:
         """Decode, check and map; closes the descriptors."""
         with self.report.phase("map"):
             try:
                 manifest = decode_manifest(reply.manifest)
-                if manifest.memory != self.memory.kind or manifest.device != self.memory.device_id:
+                if manifest.memory != self.memory.kind or manifest.device != self.device_id:
                     raise ManifestError(
-                        f"the entry lies in {manifest.memory} on {manifest.device}, not in {self.memory.kind} on "
-                        f"{self.memory.device_id}",
+                        f"the entry lies in {manifest.memory} on {manifest.device}, not in {self.memory.kind} on {self.device_id}",
                         path="$.memory",
                     )
                 if manifest.fingerprint != reply.key:
                     raise ManifestError(f"the manifest is that of {manifest.fingerprint}, not of {reply.key}", path="$.fingerprint")
-                sizes = [self.memory.size_of(fd) for fd in fds]
+                if len(fds) != len(manifest.segments):
+                    raise ManifestError(f"{len(manifest.segments)} segments, {len(fds)} descriptors", path="$.segments")
+                sizes = [self.memory.size_of(fd, stated) for fd, stated in zip(fds, manifest.segments, strict=True)]
                 validate(manifest, sizes)
-                segments = [self.memory.map(fd, nbytes, access=self.options.access) for fd, nbytes in zip(fds, sizes, strict=True)]
+                segments = self.memory.map_all(fds, sizes, access=self.options.access, addresses=manifest.addresses)
+                if manifest.addresses:
+                    self.report.same_addresses = manifest.addresses == tuple(segment.address for segment in segments)
             finally:
                 for fd in fds:
                     os.close(fd)
@@ -294,7 +305,7 @@ class Attaching:
                 )
             self.warn(f"the cached entry of {self.slot} differs: {text}; loading from disk")
         try:
-            make_room(self.connection_in_use(), self.memory, needed_nbytes(self.identity.nbytes))
+            make_room(self.connection_in_use(), self.memory, needed_nbytes(self.memory, self.identity.nbytes))
         except UNUSABLE as error:
             self.abort(reply.ticket, f"no memory: {error}")
             return self.unavailable(error)

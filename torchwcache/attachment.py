@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AttachReport", "Attachment", "Phase"]
 
-Phase = Literal["fingerprint", "connect", "wait", "load", "capture", "publish", "map", "build", "rebind"]
+Phase = Literal["device", "fingerprint", "connect", "wait", "load", "capture", "publish", "map", "build", "rebind"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,6 +37,7 @@ class AttachReport:
         mapped_nbytes: Bytes shared with every other process.
         copied_nbytes: Bytes of private copies (buffers that the module may write).
         tensors: Number of tensor objects.
+        same_addresses: Whether the weights lie at the producer's own addresses (GPU memory; ``None`` where that means nothing).
         fingerprint: 32 hex digits; empty in mode ``off``.
         slot: What an operator would call the model.
         differences: For a mismatch: the fields in which the cached entry of the slot differs, with both values.
@@ -49,6 +50,7 @@ class AttachReport:
     mapped_nbytes: int = 0
     copied_nbytes: int = 0
     tensors: int = 0
+    same_addresses: bool | None = None
     fingerprint: str = ""
     slot: str = ""
     differences: tuple[FieldDifference, ...] = ()
@@ -78,6 +80,7 @@ class AttachReport:
             "mapped_nbytes": self.mapped_nbytes,
             "copied_nbytes": self.copied_nbytes,
             "tensors": self.tensors,
+            "same_addresses": self.same_addresses,
             "fingerprint": self.fingerprint,
             "slot": self.slot,
             "differences": [{"path": d.path, "wanted": d.wanted, "cached": d.cached} for d in self.differences],

@@ -13,13 +13,13 @@ from torchwcache.attachment import Attachment
 from torchwcache.config import ModelConfig, Policy, policies_from
 from torchwcache.errors import ConfigError
 from torchwcache.memory.select import memory_for
+from torchwcache.module.normal_tensors import normal_tensors
 from torchwcache.module.pack import SegmentWriter
 from torchwcache.production import (
     capture_module,
     check_publishable,
     load_unpublished,
     make_room,
-    needed_nbytes,
     publish_module,
 )
 from torchwcache.wire.messages import Hit
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from torchwcache.cache import DaemonCache
+    from torchwcache.memory.base import Memory
+    from torchwcache.module.capture import Captured
     from torchwcache.module.parity import ParityReport
 
 __all__ = ["publish_by_hand", "verify_against_disk"]
@@ -35,7 +37,11 @@ __all__ = ["publish_by_hand", "verify_against_disk"]
 
 def publish_by_hand(cfg: ModelConfig, model: nn.Module, options: AttachOptions) -> Attachment:
     """``WeightCache.publish``: a model that the caller made, under a variant of its own."""
-    attaching = Attaching(cfg, options)
+    with normal_tensors():
+        return _publish(Attaching(cfg, options), cfg, model, options)
+
+
+def _publish(attaching: Attaching, cfg: ModelConfig, model: nn.Module, options: AttachOptions) -> Attachment:
     attaching.describe(scratch=True)
     report = attaching.report
     with attaching.identity:
@@ -52,7 +58,7 @@ def publish_by_hand(cfg: ModelConfig, model: nn.Module, options: AttachOptions) 
                     cfg, attaching.adapter, model, attaching.built, attaching.construction, attaching.memory, None
                 )
             assert attaching.connection is not None
-            make_room(attaching.connection, attaching.memory, needed_nbytes(captured.nbytes))
+            make_room(attaching.connection, attaching.memory, _needed_nbytes(captured, attaching.memory))
             with SegmentWriter(attaching.memory) as writer:
                 published = publish_module(
                     captured,
@@ -70,6 +76,12 @@ def publish_by_hand(cfg: ModelConfig, model: nn.Module, options: AttachOptions) 
             attaching.close_connection()
             raise
     return Attachment(model, report, connection=attaching.connection, manifest=published.manifest, segments=published.segments)
+
+
+def _needed_nbytes(captured: Captured, memory: Memory) -> int:
+    """The model is there already, and its memory is freed as it is packed, but for what it keeps to itself."""
+    private = sum(group.nbytes for group, shared in zip(captured.storages, captured.shared, strict=True) if not shared)
+    return private + memory.segment_nbytes(captured.nbytes)
 
 
 def _raise_taken(variant: str | None, fds: Sequence[int]) -> NoReturn:

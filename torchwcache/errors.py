@@ -18,6 +18,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "ConfigError",
     "CorruptCheckpointError",
+    "CudaError",
     "DaemonAlreadyRunningError",
     "DaemonError",
     "DaemonTimeoutError",
@@ -220,6 +221,13 @@ class SegmentError(WeightCacheError, OSError):
 
 class SegmentMemoryError(SegmentError, MemoryError):
     """Raised when there is not enough memory for a segment; nothing was published."""
+
+
+class CudaError(SegmentError):
+    """Raised when a CUDA driver call fails; ``call`` and ``code`` say which, and how (``CUDA_ERROR_...``)."""
+
+    call: str
+    code: str
 
 
 # ---- the daemon --------------------------------------------------------------------------------------------------------------

@@ -173,9 +173,9 @@ def make_room(connection: DaemonConnection, memory: Memory, nbytes: int) -> None
         )
 
 
-def needed_nbytes(checkpoint_nbytes: int) -> int:
-    """Weights, and one segment beside them."""
-    return checkpoint_nbytes + checkpoint_nbytes // 16
+def needed_nbytes(memory: Memory, checkpoint_nbytes: int) -> int:
+    """What a load and a publish take: the weights, and one segment beside them."""
+    return checkpoint_nbytes + memory.segment_nbytes(checkpoint_nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +266,15 @@ def publish_module(
         placements = pack(captured, writer)
         fds = [segment.seal() for segment in writer.segments]
         sizes = [segment.nbytes for segment in writer.segments]
-        manifest = captured.manifest(placements, sizes, fingerprint=fingerprint.hex, device_id=memory.device_id, memory=memory.kind)
+        addresses = [segment.address for segment in writer.segments]
+        manifest = captured.manifest(
+            placements,
+            sizes,
+            fingerprint=fingerprint.hex,
+            device_id=memory.device_id,
+            memory=memory.kind,
+            addresses=addresses if any(addresses) else (),
+        )
         before_commit()
         request = Commit(
             ticket=ticket,

@@ -128,9 +128,11 @@ class AdapterConformance:
                 captured.manifest(placements, sizes, fingerprint="0" * 32, device_id=memory.device_id, memory=memory.kind)
             )
             manifest = decode_manifest(data)
-            validate(manifest, [memory.size_of(fd) for fd in fds])
-            segments = [memory.map(fd, nbytes, access=Access.COPY_ON_WRITE) for fd, nbytes in zip(fds, sizes, strict=True)]
+            validate(manifest, [memory.size_of(fd, stated) for fd, stated in zip(fds, sizes, strict=True)])
+            segments = memory.map_all(fds, sizes, access=Access.COPY_ON_WRITE)
         rebind(built, manifest, segments, device=memory.device)
+        for segment in segments:
+            segment.settle()
         for module in (result.module, built):
             adapter.prepare(cfg, module)
             adapter.prepare(cfg, module)  # twice is once

@@ -22,6 +22,7 @@ from torchwcache.identity import hashing
 from torchwcache.identity.checkpoint import CheckpointFiles, CheckpointIdentity, hash_files
 from torchwcache.loaders.registry import LOADERS
 from torchwcache.loaders.safetensors import SafetensorsLoader
+from torchwcache.memory.base import Seen
 from torchwcache.memory.host import HostMemory
 
 MIB = 1 << 20
@@ -218,24 +219,32 @@ def test_errors_are_the_memorys_own(checkpoint: Path) -> None:
 
 
 class ElsewhereMemory:
-    """A memory of another device, which fills nothing."""
+    """A memory of another device: bytes go there through a block of host memory, and are shown to whoever wants to see them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shows: bool) -> None:
+        self.shows = shows
         self.calls: list[tuple[int, int]] = []
 
-    def read_file(self, fd: int, offset: int, target: torch.Tensor) -> None:
+    def read_file(self, fd: int, offset: int, target: torch.Tensor, seen: Seen | None = None) -> None:
         self.calls.append((offset, target.numel()))
+        if seen is not None and self.shows:
+            seen(offset, memoryview(os.pread(fd, target.numel(), offset)))
 
 
-def test_what_goes_to_another_device_is_read_for_the_hash(checkpoint: Path) -> None:
-    path, memory = checkpoint / "a.safetensors", ElsewhereMemory()
+@pytest.mark.parametrize("shows", [True, False])
+def test_what_goes_to_another_device_is_hashed_in_passing(
+    checkpoint: Path, second_reads: list[tuple[str, int]], shows: bool
+) -> None:
+    path, memory = checkpoint / "a.safetensors", ElsewhereMemory(shows=shows)
     files = CheckpointFiles.single(path)
     with CheckpointIdentity(files) as identity, path.open("rb") as file:
         identity.start_background()
         target = torch.empty(2 * MIB, dtype=torch.uint8, device="meta")
         HashedReads(memory, identity).read_file(file.fileno(), 0, target)  # type: ignore[arg-type]
         assert memory.calls == [(0, 2 * MIB)]
-        assert identity.finish().hex == hash_files(files)
+        found = identity.finish().hex
+    assert (("a.safetensors", 0) in second_reads) is not shows
+    assert found == hash_files(files)
 
 
 def test_no_descriptors_left_is_said_so(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import torch
 
 from torchwcache.config import Access
 from torchwcache.errors import ConfigError, FileLimitError, SegmentError, SegmentMemoryError
-from torchwcache.memory import host
+from torchwcache.memory import host, reading
 from torchwcache.memory.base import MappedSegment, Memory, WritableSegment
 from torchwcache.memory.host import HostMemory
 from torchwcache.memory.seals import REQUIRED_SEALS, check_sealed
@@ -104,8 +104,11 @@ def test_fits_the_seam(memory: HostMemory, sealed: host.HostWritableSegment) -> 
 
 def test_memory_for_names_the_device() -> None:
     assert memory_for("cpu").kind == "memfd"
-    with pytest.raises(ConfigError, match="CUDA memory is not supported yet"):
-        memory_for("cuda:0")
+    if torch.cuda.is_available():
+        assert memory_for("cuda").kind == "cuda"
+    else:
+        with pytest.raises(ConfigError, match="device='cuda:0': (this torch was built without CUDA|torch sees no CUDA device)"):
+            memory_for("cuda:0")
     with pytest.raises(ConfigError, match='"cpu"'):
         memory_for("mps")
 
@@ -220,7 +223,7 @@ def test_seal_succeeds_once_the_foreign_writer_is_gone_in_time() -> None:
 FORKING = """
     import os, sys, time
     from torchwcache.errors import SegmentError
-    from torchwcache.memory import host
+    from torchwcache.memory import host, reading
     if sys.argv[1] == "unguarded":
         host.mmap.MADV_DONTFORK = host.mmap.MADV_NORMAL
     segment = host.HostMemory(seal_timeout_s=0.3).allocate(1 << 20)
@@ -516,7 +519,7 @@ def test_segment_nbytes(memory: HostMemory) -> None:
 
 
 def test_read_file(memory: HostMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_READ_CHUNK_NBYTES", 1000)
+    monkeypatch.setattr(reading, "_READ_NBYTES", 1000)
     data = os.urandom(10_000)
     (tmp_path / "file").write_bytes(data)
     with memory.allocate(PAGE * 3) as segment, open(tmp_path / "file", "rb") as file:

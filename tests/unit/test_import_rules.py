@@ -31,7 +31,9 @@ KNOWS_NOTHING_OF: dict[str, tuple[str, ...]] = {
     "torchwcache.daemon": ("torchwcache.cache", "torchwcache.cli", *MODULES, "torchwcache.manifest"),
     "torchwcache_nn": ("torchwcache.daemon", "torchwcache.wire", "torchwcache.cli"),
 }
-KINDS_OF_MEMORY = ("torchwcache.memory.host", "torchwcache.memory.cuda")
+KINDS_OF_MEMORY = tuple(
+    f"torchwcache.memory.{name}" for name in ("host", "cuda", "cuda_driver", "cuda_mapping", "staging", "reading")
+)
 NAMELESS = {"utils.py", "util.py", "helpers.py", "helper.py", "common.py", "misc.py"}
 
 

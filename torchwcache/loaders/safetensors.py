@@ -63,20 +63,13 @@ class SafetensorsLoader:
         """
         with SafetensorsCheckpoint(self.files(cfg)) as checkpoint:
             notes: list[str] = []
-            device = torch.device("cpu")
-
-            def allocate(nbytes: int) -> torch.Tensor:
-                nonlocal device
-                memory = context.allocate(nbytes)
-                device = memory.device
-                return memory
-
+            device = torch.empty(0, device=cfg.device).device  # with its index
             reason: str | None = None
             try:
                 module = construct.build_parameters_on_meta(cfg)
                 reason = why_pytorch_must_load(module, checkpoint)
                 # Code of the module's own may read what is there already, or leave it as it is: then it must be there.
-                lost = construct.valueless(module) if reason else construct.materialize(module, allocate, context.expect)
+                lost = construct.valueless(module) if reason else construct.materialize(module, context.allocate, context.expect)
                 why = f"no checkpoint holds the values of these: {_shown(lost)}"
             except BuildError as error:
                 # Clients build by the hook that the user gave for this very case; the producer can build as always.
@@ -86,6 +79,7 @@ class SafetensorsLoader:
             in_full = bool(lost or reason)
             if in_full:
                 module = construct.build_for_real(cfg)
+            module = _moved(module, device)
             if lost:
                 notes.append(f"built in full, since {why}")
             hidden = _parameters_at(module, lost)
@@ -96,12 +90,17 @@ class SafetensorsLoader:
             found = match(module, checkpoint, strict=cfg.strict)
             if found.missing and not in_full:
                 # What the checkpoint lacks keeps the values that __init__ gives it, which only a full build has.
-                module = construct.build_for_real(cfg)
+                module = _moved(construct.build_for_real(cfg), device)
                 found = match(module, checkpoint, strict=cfg.strict)
             if found.unexpected:
                 notes.append(f"not used: {_shown(found.unexpected)}")
             fill(checkpoint, found.loads, read_file=context.read_file, device=device, progress=context.progress)
         return LoadResult(module=module, initialized=(*found.missing, *hidden), notes=notes)
+
+
+def _moved(module: nn.Module, device: torch.device) -> nn.Module:
+    """What ``__init__`` made on the CPU goes where whoever writes ``build().to(device)`` would have it."""
+    return module if device.type == "cpu" else module.to(device)
 
 
 def _parameters_at(module: nn.Module, paths: list[str]) -> list[str]:

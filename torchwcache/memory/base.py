@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from torchwcache.config import Access
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MappedSegment", "Memory", "WritableSegment"]
+__all__ = ["MappedSegment", "Memory", "Seen", "WritableSegment"]
+
+Seen: TypeAlias = Callable[[int, memoryview], None]
+"""Called with an offset in a file, and the bytes that were just read there; they are used before it returns."""
 
 
 class WritableSegment(Protocol):
@@ -18,6 +22,10 @@ class WritableSegment(Protocol):
     @property
     def nbytes(self) -> int:
         """Size in bytes, a multiple of the memory's granularity."""
+
+    @property
+    def address(self) -> int:
+        """Where it is mapped in this process, for clients that ask for the same place; 0 where they cannot."""
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """A one-dimensional uint8 tensor of ``nbytes`` elements at ``offset``, with a storage of its own.
@@ -52,6 +60,17 @@ class MappedSegment(Protocol):
     def nbytes(self) -> int:
         """Size in bytes."""
 
+    @property
+    def address(self) -> int:
+        """Where it is mapped in this process; 0 where that means nothing to other processes."""
+
+    def settle(self) -> None:
+        """Wait until its bytes can be read; tensors may be made before.
+
+        Raises:
+            SegmentError: They cannot.
+        """
+
     def tensor(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         """A one-dimensional tensor of ``nbytes // dtype.itemsize`` elements at ``offset``, with a storage of its own.
 
@@ -59,7 +78,10 @@ class MappedSegment(Protocol):
         """
 
     def view(self, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-        """:meth:`tensor`, as a tensor of that shape and stride (in elements) over the start of its storage, in one step."""
+        """:meth:`tensor`, as a tensor of that shape and stride (in elements) over the start of its storage, in one step.
+
+        May be called before :meth:`settle`; the tensor may be read after it only.
+        """
 
     def is_modified(self, offset: int, nbytes: int) -> bool:
         """Whether this process wrote to those bytes of its mapping. The published bytes are what they were in any case."""
@@ -90,30 +112,47 @@ class Memory(Protocol):
     def segment_nbytes(self, total_nbytes: int) -> int:
         """A good segment size for that many bytes in all: few segments, each small against the whole."""
 
-    def allocate(self, nbytes: int) -> WritableSegment:
-        """Make a new segment of at least ``nbytes`` bytes, filled with zeros.
+    def allocate(self, nbytes: int, *, zeroed: bool = True) -> WritableSegment:
+        """Make a new segment of at least ``nbytes`` bytes, filled with zeros unless that is not needed (``zeroed=False``).
 
         Raises:
             SegmentMemoryError: There is not enough memory.
             FileLimitError: There are no file descriptors left.
         """
 
-    def map(self, fd: int, nbytes: int, *, access: Access = Access.COPY_ON_WRITE) -> MappedSegment:
-        """Map a committed segment, after checking that it is sealed and as large as its entry says. Does not consume ``fd``.
+    def map_all(
+        self, fds: Sequence[int], sizes: Sequence[int], *, access: Access = Access.COPY_ON_WRITE, addresses: Sequence[int] = ()
+    ) -> Sequence[MappedSegment]:
+        """Map the committed segments of an entry, after checking that each is what its entry says. Consumes no descriptor.
+
+        Args:
+            fds: Their descriptors.
+            sizes: Their sizes in bytes.
+            access: What this process's own write does, where the memory leaves a choice.
+            addresses: Where they are wanted; empty for anywhere. Another place is no error.
 
         Raises:
-            SegmentError: The descriptor is not an immutable segment of ``nbytes`` bytes.
+            SegmentError: A descriptor is not an immutable segment of that many bytes.
         """
 
-    def size_of(self, fd: int) -> int:
-        """Real size in bytes of the segment behind a descriptor."""
+    def size_of(self, fd: int, stated: int) -> int:
+        """Real size in bytes of the segment behind a descriptor; ``stated`` where only :meth:`map_all` can tell, and checks."""
 
-    def read_file(self, fd: int, offset: int, target: torch.Tensor) -> None:
+    def read_file(self, fd: int, offset: int, target: torch.Tensor, seen: Seen | None = None) -> None:
         """Fill a contiguous tensor in this memory with the bytes of a file from ``offset`` on.
+
+        Args:
+            fd: The file.
+            offset: Of the first byte.
+            target: What to fill.
+            seen: Gets the bytes as they come, in order, in pieces that end at multiples of 1 MiB in the file.
 
         Raises:
             EOFError: The file ends before the tensor is full.
         """
+
+    def synchronize(self) -> None:
+        """Wait until everything that this process started on the device is done."""
 
     def release_freed(self) -> None:
         """Return memory that was freed by this process to the system, as far as its allocator can."""

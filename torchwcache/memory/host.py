@@ -17,6 +17,7 @@ import mmap
 import os
 import resource
 import time
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -24,6 +25,8 @@ import torch
 from torchwcache.config import Access
 from torchwcache.errors import FileLimitError, SegmentError, SegmentMemoryError
 from torchwcache.memory.available import available_nbytes
+from torchwcache.memory.base import Seen
+from torchwcache.memory.reading import read_exactly, view_of_memory
 from torchwcache.memory.seals import REQUIRED_SEALS, check_sealed
 
 __all__ = ["HostMappedSegment", "HostMemory", "HostWritableSegment"]
@@ -32,12 +35,11 @@ _MIB = 1 << 20
 _SEGMENT_MIN_NBYTES = 64 * _MIB
 _SEGMENT_MAX_NBYTES = 2048 * _MIB
 _SEGMENTS_WANTED = 16
-_READ_CHUNK_NBYTES = 64 * _MIB
-"""One read at most: a signal such as Ctrl-C is served between two of them."""
+_SEEN_NBYTES = _MIB
+"""What is read at once where somebody looks on: it is still in the core's cache then."""
 
 _MFD_NOEXEC_SEAL = 0x0008
 _MAP_FIXED = 0x10
-_PYBUF_WRITE = 0x200
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -45,10 +47,6 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.mprotect.restype = ctypes.c_int
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
-
-_view_of_memory = ctypes.pythonapi.PyMemoryView_FromMemory
-_view_of_memory.restype = ctypes.py_object
-_view_of_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
 
 
 def _raise_memory(what: str, nbytes: int, error: OSError) -> NoReturn:
@@ -118,6 +116,9 @@ class HostWritableSegment:
     def nbytes(self) -> int:
         """Size in bytes, a multiple of the page size."""
         return self._nbytes
+
+    address = 0
+    """Where it lies means nothing to other processes."""
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """A one-dimensional uint8 tensor of ``nbytes`` elements at ``offset``, with a storage of its own.
@@ -224,10 +225,16 @@ class HostMappedSegment:
         self._nbytes = nbytes
         self._pristine = pristine
 
+    address = 0
+    """Where it lies means nothing to other processes."""
+
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
         return self._nbytes
+
+    def settle(self) -> None:
+        """The bytes can be read as soon as they are mapped."""
 
     def tensor(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         """A one-dimensional tensor of ``nbytes // dtype.itemsize`` elements at ``offset``, with a storage of its own.
@@ -291,8 +298,8 @@ class HostMemory:
         share = -(-total_nbytes // _SEGMENTS_WANTED)
         return _whole_pages(min(max(share, _SEGMENT_MIN_NBYTES), _SEGMENT_MAX_NBYTES))
 
-    def allocate(self, nbytes: int) -> HostWritableSegment:
-        """Make a new segment of at least ``nbytes`` bytes, filled with zeros.
+    def allocate(self, nbytes: int, *, zeroed: bool = True) -> HostWritableSegment:
+        """Make a new segment of at least ``nbytes`` bytes, filled with zeros in any case: the kernel gives no others.
 
         Huge pages are not asked for. Whether they would pay is not known: the kernel's default for shared memory
         (``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` is ``never``) ignores the request, so it could not be measured.
@@ -345,8 +352,19 @@ class HostMemory:
             _raise_memory("map a segment", nbytes, error)
         return HostMappedSegment(mapping, nbytes, pristine)
 
-    def size_of(self, fd: int) -> int:
-        """Real size in bytes of the segment behind a descriptor.
+    def map_all(
+        self, fds: Sequence[int], sizes: Sequence[int], *, access: Access = Access.COPY_ON_WRITE, addresses: Sequence[int] = ()
+    ) -> list[HostMappedSegment]:
+        """:meth:`map` for each segment of an entry. ``addresses`` mean nothing here.
+
+        Raises:
+            SegmentError: A descriptor is not an immutable segment of that many bytes.
+            SegmentMemoryError: The address space is exhausted.
+        """
+        return [self.map(fd, nbytes, access=access) for fd, nbytes in zip(fds, sizes, strict=True)]
+
+    def size_of(self, fd: int, stated: int = 0) -> int:
+        """Real size in bytes of the segment behind a descriptor, whatever is stated.
 
         Raises:
             SegmentError: There is no such descriptor.
@@ -356,8 +374,14 @@ class HostMemory:
         except OSError as error:
             raise SegmentError(f"descriptor {fd} has no size: {error}") from error
 
-    def read_file(self, fd: int, offset: int, target: torch.Tensor) -> None:
+    def read_file(self, fd: int, offset: int, target: torch.Tensor, seen: Seen | None = None) -> None:
         """Fill a contiguous tensor with the bytes of a file from ``offset`` on: straight into its memory, without the GIL.
+
+        Args:
+            fd: The file.
+            offset: Of the first byte.
+            target: What to fill.
+            seen: Gets the bytes as they come, in order, in pieces that end at multiples of 1 MiB in the file.
 
         Raises:
             EOFError: The file ends before the tensor is full.
@@ -368,13 +392,19 @@ class HostMemory:
         nbytes = target.numel() * target.element_size()
         if nbytes == 0:
             return
-        view = _view_of_memory(target.data_ptr(), nbytes, _PYBUF_WRITE)
-        done = 0
-        while done < nbytes:
-            got = os.preadv(fd, [view[done : done + _READ_CHUNK_NBYTES]], offset + done)
-            if got == 0:
-                raise EOFError(f"the file ends at byte {offset + done}, {nbytes - done} bytes before the tensor is full")
-            done += got
+        view = view_of_memory(target.data_ptr(), nbytes)
+        if seen is None:
+            read_exactly(fd, offset, view)
+            return
+        start = 0
+        while start < nbytes:
+            stop = min(start + _SEEN_NBYTES - (offset + start) % _SEEN_NBYTES, nbytes)
+            read_exactly(fd, offset + start, view[start:stop])
+            seen(offset + start, view[start:stop])
+            start = stop
+
+    def synchronize(self) -> None:
+        """Nothing is ever under way on the host."""
 
     def release_freed(self) -> None:
         """Return memory that was freed by this process to the system (``malloc_trim``, where the C library has it)."""

@@ -20,5 +20,7 @@ def memory_for(device: str) -> Memory:
 
         return HostMemory()
     if kind == "cuda":
-        raise ConfigError(f'device={device!r}: CUDA memory is not supported yet; use device="cpu", or mode="off" to load from disk')
-    raise ConfigError(f'device={device!r}: weights can be cached on "cpu"')
+        from torchwcache.memory.cuda import CudaMemory
+
+        return CudaMemory(device)
+    raise ConfigError(f'device={device!r}: weights can be cached on "cpu" and on "cuda" devices')

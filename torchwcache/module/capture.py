@@ -23,7 +23,7 @@ from torchwcache.module.classes import ClassSnapshot
 from torchwcache.module.graph import type_name
 from torchwcache.module.pairing import Pairing
 from torchwcache.module.storages import StorageGroup, dtype_name, group_storages, tensor_extent
-from torchwcache.module.tensors import TensorTable, class_name_of
+from torchwcache.module.tensors import TensorTable, class_name_of, is_host_copy
 
 __all__ = ["Captured", "Construction", "Placement", "capture"]
 
@@ -47,12 +47,14 @@ class Captured:
         tensors: Every distinct tensor object of it.
         storages: The memory they view, in the order in which it is to be packed.
         shared: For each storage, whether all clients map it.
+        host: For each storage, whether clients copy it into host memory although the entry lies elsewhere.
     """
 
     module: nn.Module
     tensors: list[torch.Tensor]
     storages: list[StorageGroup]
     shared: list[bool]
+    host: list[bool]
     specs: tuple[TensorSpec, ...]
     modules: tuple[ModuleSpec, ...]
     attribute_sets: tuple[tuple[tuple[str, Value], ...], ...]
@@ -86,8 +88,8 @@ class Captured:
             segments=tuple(segments),
             addresses=tuple(addresses),
             storages=tuple(
-                StorageSpec(place.segment, place.offset, group.nbytes, shared)
-                for place, group, shared in zip(placements, self.storages, self.shared, strict=True)
+                StorageSpec(place.segment, place.offset, group.nbytes, shared, host)
+                for place, group, shared, host in zip(placements, self.storages, self.shared, self.host, strict=True)
             ),
             tensors=self.specs,
             modules=self.modules,
@@ -155,6 +157,7 @@ def capture(
         tensors=table.tensors,
         storages=groups,
         shared=shared,
+        host=[is_host_copy(table.tensors[group.members[0]], device) for group in groups],
         specs=specs,
         modules=modules,
         attribute_sets=tuple(sets.values),

@@ -1,12 +1,14 @@
 """Pack: move the bytes of a captured module into segments, and let the module go on from there.
 
-Storage by storage: copy, point the module's own tensors at the copy (the tensor objects stay the same), free the original. So the
-memory in use exceeds the weights by one segment at most, and a pack that fails leaves a module that works.
+Segment by segment: copy the storages that go into it, point the module's own tensors at the copies (the tensor objects stay the
+same), free the originals, and only then make the next segment. So the memory in use exceeds the weights by one segment at most, and
+a pack that fails leaves a module that works.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -28,14 +30,29 @@ class SegmentWriter:
         self.memory = memory
         self.segments: list[WritableSegment] = []
         self._step = 0
-        self._expected = 0
+        self._expected: deque[int] = deque()
         self._free_from = 0
 
     def expect(self, sizes: Iterable[int]) -> None:
-        """Say what is going to be asked for from now on, in bytes: it decides the size of segments, never whether there is room."""
+        """Say what is going to be asked for from now on, in bytes and in order, so that segments are made to fit.
+
+        It decides the size of segments, never whether there is room: who asks for something else gets it.
+        """
+        self._expected = deque(self._aligned(nbytes) for nbytes in sizes)
+        self._step = self.memory.segment_nbytes(sum(self._expected))
+
+    def _aligned(self, nbytes: int) -> int:
         align = self.memory.alignment
-        self._expected = sum(-(-nbytes // align) * align for nbytes in sizes)
-        self._step = self.memory.segment_nbytes(self._expected)
+        return -(-nbytes // align) * align
+
+    def _size_of_next(self, nbytes: int) -> int:
+        """Bytes of a segment that begins with ``nbytes`` bytes: what is expected after them, as far as it fits."""
+        size = self._aligned(nbytes)
+        for further in self._expected:
+            if size + further > self._step:
+                break
+            size += further
+        return size
 
     def __enter__(self) -> SegmentWriter:
         return self
@@ -48,19 +65,26 @@ class SegmentWriter:
         for segment in self.segments:
             segment.close()
 
-    def place(self, nbytes: int) -> tuple[int, int]:
+    def place(self, nbytes: int, *, zeroed: bool = True, before_segment: Callable[[], None] | None = None) -> tuple[int, int]:
         """Reserve ``nbytes`` bytes: segment number and offset.
+
+        Args:
+            nbytes: How many.
+            zeroed: Whether the bytes must be zeros.
+            before_segment: Called before a further segment is made.
 
         Raises:
             SegmentMemoryError: There is not enough memory for another segment.
         """
-        align = self.memory.alignment
-        offset = -(-self._free_from // align) * align
+        offset = self._aligned(self._free_from)
+        if self._expected:
+            self._expected.popleft()
         if not self.segments or offset + nbytes > self.segments[-1].nbytes:
-            self.segments.append(self.memory.allocate(max(nbytes, min(self._step, self._expected))))
+            if self.segments and before_segment is not None:
+                before_segment()
+            self.segments.append(self.memory.allocate(self._size_of_next(nbytes), zeroed=zeroed))
             offset = 0
         self._free_from = offset + nbytes
-        self._expected -= -(-nbytes // align) * align
         return len(self.segments) - 1, offset
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -93,7 +117,18 @@ def pack(captured: Captured, writer: SegmentWriter) -> list[Placement]:
     Raises:
         SegmentMemoryError: Memory ran out. The module still works.
     """
+    memory = writer.memory
     placements: list[Placement] = []
+    copied: list[tuple[list[torch.Tensor], StorageGroup, torch.Tensor]] = []
+
+    def free_originals() -> None:
+        memory.synchronize()  # the copies read them
+        for members, group, target in copied:
+            _move(members, group, target)
+        copied.clear()
+        memory.release_freed()
+
+    memory.synchronize()  # what the load did on other streams is there before it is copied
     there = [writer.locate(group) for group in captured.storages]
     writer.expect(group.nbytes for group, placed in zip(captured.storages, there, strict=True) if placed is None)
     for group, shared, placed in zip(captured.storages, captured.shared, there, strict=True):
@@ -103,16 +138,13 @@ def pack(captured: Captured, writer: SegmentWriter) -> list[Placement]:
                 _move(members, group, byte_view_of(members, group).clone())
             placements.append(placed)
             continue
-        before = len(writer.segments)
-        number, offset = writer.place(group.nbytes)
-        if number >= before > 0:
-            writer.memory.release_freed()
+        number, offset = writer.place(group.nbytes, zeroed=False, before_segment=free_originals)
         target = writer.segments[number].tensor(offset, group.nbytes)
         _copy(members, group, target)
         if shared:
-            _move(members, group, target)
+            copied.append((members, group, target))
         placements.append(Placement(number, offset))
-    writer.memory.release_freed()
+    free_originals()
     return placements
 
 

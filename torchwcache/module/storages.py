@@ -11,8 +11,9 @@ from torchwcache.manifest import ITEMSIZE
 
 __all__ = ["StorageGroup", "byte_view", "dtype_name", "group_storages", "tensor_extent", "view_storage"]
 
-_BASE_ALIGNMENT = 64
-"""Storages start at a multiple of this many bytes from the start of the original, so that no element loses its alignment."""
+_BASE_ALIGNMENT = 512
+"""Storages start at a multiple of this many bytes from the start of the original, so that no tensor loses alignment, or gains any:
+kernels choose their path by it. That of torch's CUDA allocator; its CPU allocator has 64."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

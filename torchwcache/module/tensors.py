@@ -15,7 +15,7 @@ from torchwcache.manifest import ITEMSIZE
 from torchwcache.module.graph import type_name
 from torchwcache.module.storages import dtype_name
 
-__all__ = ["TensorRole", "TensorTable", "class_name_of", "unsupported_tensor"]
+__all__ = ["TensorRole", "TensorTable", "class_name_of", "is_host_copy", "unsupported_tensor"]
 
 TensorRole: TypeAlias = Literal["parameter", "buffer", "plain"]
 
@@ -26,6 +26,11 @@ def class_name_of(tensor: torch.Tensor) -> str:
     if cls is torch.Tensor:
         return ""
     return "Parameter" if cls is nn.Parameter else type_name(cls)
+
+
+def is_host_copy(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor that is no parameter lies in host memory, and the entry on a device: each client gets a copy of it."""
+    return device.type != "cpu" and tensor.device.type == "cpu" and not isinstance(tensor, nn.Parameter)
 
 
 def unsupported_tensor(tensor: torch.Tensor, device: torch.device) -> str | None:
@@ -42,7 +47,7 @@ def unsupported_tensor(tensor: torch.Tensor, device: torch.device) -> str | None
         return f"it is a quantized tensor ({tensor.dtype}), whose scale and zero point lie outside its bytes"
     if tensor.is_nested:
         return "it is a nested tensor"
-    if tensor.device != device:
+    if tensor.device != device and not is_host_copy(tensor, device):
         return f"it lives on {tensor.device}, the entry on {device}"
     if dtype_name(tensor.dtype) not in ITEMSIZE:
         return f"its dtype {tensor.dtype} is not known to the manifest"
@@ -99,6 +104,8 @@ class TensorTable:
     def decide_sharing(self, members: Iterable[int], constants: Sequence[str]) -> tuple[bool, list[tuple[str, str]]]:
         """Whether the storage that these tensors view is shared (design D9), and what speaks against it."""
         members = list(members)
+        if self.tensors[members[0]].device != self.device:
+            return False, []  # in host memory, where segments on a device cannot be mapped
         parameters = [i for i in members if "parameter" in self.roles[i]]
         mutable = [i for i in members if "parameter" not in self.roles[i] and not self.is_constant(i, constants)]
         if not parameters:
