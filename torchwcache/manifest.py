@@ -11,7 +11,6 @@ from typing import Literal
 
 import msgspec
 
-from torchwcache.collection import collection_paused
 from torchwcache.encoding import Value, VBool, VFloat, VInt, VObject, VStr, VTensor, VTupleLike, VWeakref
 from torchwcache.errors import ManifestError
 
@@ -201,8 +200,7 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
         ManifestError: Malformed bytes, wrong types, unknown fields, or another manifest version.
     """
     try:
-        with collection_paused():
-            manifest = _decoder.decode(data)
+        manifest = _decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ManifestError(f"malformed manifest: {error}", path="$") from error
     if manifest.version != MANIFEST_VERSION:
