@@ -66,7 +66,7 @@ class StorageSpec(_Spec, frozen=True):
 class TensorSpec(_Spec, frozen=True):
     """One tensor object.
 
-    ``storage`` is -1 for a tensor without bytes. ``offset`` and ``stride`` count elements. ``cls`` is ``""`` for
+    ``storage`` is -1 for a tensor without bytes, -2 for one in host memory although the entry lies on a device. ``offset`` and ``stride`` count elements. ``cls`` is ``""`` for
     ``torch.Tensor``, ``"Parameter"`` for ``torch.nn.Parameter``, else ``"module:qualname"``. ``flags`` may hold ``conj`` and
     ``neg``. ``attributes`` are the entries of the tensor's ``__dict__`` that are carried by value; those in ``inherited`` are
     taken over from the tensor that the build put in the same place (bound ``weight_loader`` methods and the like).
@@ -266,7 +266,7 @@ def _validate_tensors(manifest: Manifest) -> None:
                     f"elements {offset}..{offset + reach} of {itemsize} bytes lie outside storage {storage} "
                     f"of {nbytes[storage]} bytes",
                 )
-        elif storage != -1:
+        elif storage not in (-1, -2):
             _fail(f"$.tensors[{i}].storage", f"no storage {storage}")
         elif reach:
             _fail(f"$.tensors[{i}].storage", f"a tensor of shape {tensor.shape} needs a storage")
