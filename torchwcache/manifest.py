@@ -66,10 +66,11 @@ class StorageSpec(_Spec, frozen=True):
 class TensorSpec(_Spec, frozen=True):
     """One tensor object.
 
-    ``storage`` is -1 for a tensor without bytes, -2 for one in host memory although the entry lies on a device. ``offset`` and ``stride`` count elements. ``cls`` is ``""`` for
-    ``torch.Tensor``, ``"Parameter"`` for ``torch.nn.Parameter``, else ``"module:qualname"``. ``flags`` may hold ``conj`` and
-    ``neg``. ``attributes`` are the entries of the tensor's ``__dict__`` that are carried by value; those in ``inherited`` are
-    taken over from the tensor that the build put in the same place (bound ``weight_loader`` methods and the like).
+    ``storage`` is -1 for a tensor without bytes, -2 for one in host memory although the entry lies on a device. ``offset`` and
+    ``stride`` count elements. ``cls`` is ``""`` for ``torch.Tensor``, ``"Parameter"`` for ``torch.nn.Parameter``, else
+    ``"module:qualname"``. ``flags`` may hold ``conj`` and ``neg``. ``attributes`` are the entries of the tensor's ``__dict__`` that
+    are carried by value; those in ``inherited`` are taken over from the tensor that the build put in the same place (bound
+    ``weight_loader`` methods and the like).
     """
 
     storage: int

@@ -252,8 +252,8 @@ class CudaMappedSegment:
 
         Does not wait for :meth:`settle`, before which nobody may read it.
         """
-        # What a slice of a storage is: see ``_tensor``. This is the hot loop of an attach, and torch's own way to make a tensor over
-        # a storage (for replaying CUDA graphs, ``torch/_inductor/cudagraph_trees.py``) takes half the time of ``empty`` and ``set_``.
+        # What a slice of a storage is: see ``_tensor``. This is the hot loop of an attach, and torch's own way to make a tensor
+        # over a storage (for replaying CUDA graphs, ``torch/_inductor/cudagraph_trees.py``) takes half the time of ``set_``.
         metadata = self._metadata
         metadata["dtype"], metadata["size"], metadata["stride"] = dtype, shape, stride
         return _make_view(metadata, self._storage[offset : offset + nbytes])
