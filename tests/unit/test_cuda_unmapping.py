@@ -328,7 +328,7 @@ def test_an_error_is_hidden_only_while_the_interpreter_ends(is_finalizing):
                 raise TypeError("'NoneType' object is not callable")
 
     broken = Broken()
-    mapping = CudaMapping(None, 0, 0, broken)
+    mapping = CudaMapping(Reservation(Gpus().devices[0], NBYTES), 0, 0, broken)
     if is_finalizing:
         mapping.__del__(is_finalizing=lambda: True)
     else:
