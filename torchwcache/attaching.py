@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ from torchwcache.module.rebind import rebind
 from torchwcache.producing import Production
 from torchwcache.production import UNUSABLE, Heartbeat, attach_from_disk, make_room, needed_nbytes
 from torchwcache.quantization.registry import check_config
+from torchwcache.wire.descriptors import widen_table
 from torchwcache.wire.messages import Attach, Hit, Miss, OtherEntry, Produce, Refused, Waiting
 
 if TYPE_CHECKING:
@@ -63,6 +65,11 @@ class AttachOptions:
     requires_grad: bool = False
     variant: str | None = None
     produce: bool = True
+
+
+@functools.cache
+def _widen_table_once() -> None:
+    widen_table()
 
 
 def attach_through_daemon(cfg: ModelConfig, options: AttachOptions) -> Attachment:
@@ -95,6 +102,7 @@ class Attaching:
         Args:
             scratch: A live module of this model exists in the process already (design D11).
         """
+        _widen_table_once()
         with self.report.phase("device"):
             self.device_id = self.memory.device_id  # on a GPU this makes the process's context, if it has none yet
         with self.report.phase("build"), one_at_a_time():

@@ -419,7 +419,6 @@ def test_a_segment_that_cannot_be_made_readable(see):
     segment.close()
 
 
-@pytest.mark.xfail(strict=True, reason="both the half-made segment's finalizer and allocate close the descriptor")
 def test_a_segment_without_a_storage_closes_its_descriptor_once(see, monkeypatch):
     """The number may be somebody else's by the second time."""
     see()

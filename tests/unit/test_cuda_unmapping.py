@@ -415,7 +415,6 @@ def test_an_adder_does_not_wait_for_another(gpus, quiet):
 # ---- holes -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="one wait serves all that is found while it unmaps, also what was added after it")
 @pytest.mark.parametrize("name", ["cuCtxSynchronize", "cuMemUnmap"])
 def test_a_mapping_added_after_the_wait_is_waited_for_too(name):
     """Another thread starts a kernel that reads it, and lets go, while this one is unmapping what came before."""
@@ -435,9 +434,6 @@ def test_a_mapping_added_after_the_wait_is_waited_for_too(name):
     assert gpus.fake.left() == Left()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a garbage collection ends the reservation before the mappings in it, in whose cycle it is too"
-)
 def test_a_cycle_gives_all_back():
     gpus = Gpus()
     kept = gpus.mappings(2)
@@ -451,7 +447,6 @@ def test_a_cycle_gives_all_back():
     assert gpus.fake.left() == Left()
 
 
-@pytest.mark.xfail(strict=True, reason="a thread that is about to end counts as one that looks again")
 def test_what_is_added_as_the_thread_ends_is_given_back_too(monkeypatch):
     """It has seen that nothing is left, and is still alive."""
     monkeypatch.setattr(cuda_mapping, "_LOOK_AGAIN_S", 0.002)
@@ -480,7 +475,6 @@ def test_what_is_added_as_the_thread_ends_is_given_back_too(monkeypatch):
     assert found
 
 
-@pytest.mark.xfail(strict=True, reason="when asking fails, nobody waits for kernels")
 @pytest.mark.parametrize("code", ["CUDA_ERROR_INVALID_HANDLE", "CUDA_ERROR_OUT_OF_MEMORY"])
 def test_a_stream_that_cannot_be_asked_spares_no_wait(code):
     """torch's current stream may be one of somebody else's, who has destroyed it."""

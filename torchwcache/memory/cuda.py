@@ -112,9 +112,10 @@ class CudaWritableSegment:
     """GPU memory that this process is filling. Made by :meth:`CudaMemory.allocate`."""
 
     def __init__(self, fd: int, mapping: CudaMapping, memory: CudaMemory) -> None:
-        self._fd, self._memory = fd, memory
-        self._mapping: CudaMapping | None = mapping
+        self._memory = memory
         self._storage: torch.UntypedStorage | None = _whole(mapping, memory.device)
+        self._fd = fd
+        self._mapping: CudaMapping | None = mapping  # from here on the descriptor is this object's to close
         self._nbytes, self._address = mapping.nbytes, mapping.address
         self._sealed = False
 
@@ -296,9 +297,14 @@ class CudaMemory:
     def __init__(self, device: str | torch.device = "cuda") -> None:
         wanted = torch.device(device)
         if torch.version.hip is not None:
-            raise ConfigError(f"device={str(device)!r}: this is torch for ROCm, on whose GPUs nothing can be cached yet")
+            raise ConfigError(
+                f"device={str(device)!r}: this is torch for ROCm, on whose GPUs nothing can be cached yet: use mode=off"
+            )
         if not torch.cuda.is_available():
-            why = "this torch was built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
+            if torch.version.cuda is None:
+                why = "this torch was built without CUDA: install one that was built with it"
+            else:
+                why = "torch sees no CUDA device: see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
             raise ConfigError(f"device={str(device)!r}: {why}")
         index = torch.cuda.current_device() if wanted.index is None else wanted.index
         if index >= torch.cuda.device_count():

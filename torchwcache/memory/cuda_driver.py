@@ -247,7 +247,8 @@ class CudaDevice:
             code = str(getattr(result, "name", result))
             text = f"{name} failed on CUDA device {self.ordinal}: {code}"
             if code == "CUDA_ERROR_OUT_OF_MEMORY":
-                raise SegmentMemoryError(f"{text} ({nbytes} bytes); nothing was published", nbytes=nbytes, call=name, code=code)
+                wanted = "" if nbytes is None else f" ({nbytes} bytes)"
+                raise SegmentMemoryError(f"{text}{wanted}; nothing was published", nbytes=nbytes, call=name, code=code)
             raise CudaError(text, call=name, code=code)
         return values[0] if len(values) == 1 else tuple(values)
 

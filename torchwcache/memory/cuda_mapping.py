@@ -43,11 +43,13 @@ class Reservation:
         wish: Where, if that is free; 0 for anywhere.
     """
 
-    __slots__ = ("_pid", "_taken", "address", "device", "nbytes")
+    __slots__ = ("_mapped", "_pid", "_taken", "_unused", "address", "device", "nbytes")
 
     def __init__(self, device: CudaDevice, nbytes: int, wish: int = 0) -> None:
         self.device, self.nbytes = device, max(nbytes, _LEAST_RESERVED_NBYTES)
         self._pid, self._taken = os.getpid(), 0
+        self._mapped: list[None] = []  # one for each mapping: appending and popping are atomic, which counting is not
+        self._unused = False
         self.address: int | None = None
         self.address = device.reserve(self.nbytes, wish)
 
@@ -58,6 +60,17 @@ class Reservation:
         self._taken += nbytes
         return self.address + self._taken - nbytes
 
+    def enter(self) -> None:
+        """Something is mapped here."""
+        self._mapped.append(None)
+
+    def leave(self) -> None:
+        """One mapping less."""
+        with contextlib.suppress(IndexError):  # called by finalizers, which must not raise
+            self._mapped.pop()
+        if self._unused and not self._mapped:
+            self.close()
+
     def close(self) -> None:
         """Give the addresses back, at which nothing may be mapped any more. Idempotent."""
         address, self.address = self.address, None
@@ -67,8 +80,11 @@ class Reservation:
                 self.device.free_addresses(address, self.nbytes)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # A garbage collection finalizes a cycle in any order: mappings within may still be there, and the last one closes this.
+        self._unused = True
         try:
-            self.close()
+            if not self._mapped:
+                self.close()
         except Exception:
             if not is_finalizing():  # then modules lose their names
                 raise
@@ -110,31 +126,35 @@ class Unmapping:
 
     def _drain_locked(self) -> bool:
         waiting = []
-        synchronized: set[int] = set()
         while self._pending:
-            reservation, address, nbytes = item = self._pending.popleft()
-            device = reservation.device
-            if device.ordinal not in synchronized:
-                if not self._wait_for_kernels(device):
+            # Only what is there before the wait: others may start kernels, and let go, in the middle of this.
+            found = [self._pending.popleft() for _ in range(len(self._pending))]
+            devices = {reservation.device.ordinal: reservation.device for reservation, _, _ in found}
+            idle = {ordinal for ordinal, device in devices.items() if self._wait_for_kernels(device)}
+            for item in found:
+                if item[0].device.ordinal in idle:
+                    self._give_back(*item)
+                else:
                     waiting.append(item)
-                    continue
-                synchronized.add(device.ordinal)
-            with contextlib.suppress(SegmentError):  # as in Reservation.close
-                device.unmap(address, nbytes)
-            del item, reservation  # the last mapping in it gives the reservation back
         self._pending.extend(waiting)
         return not waiting
 
+    @staticmethod
+    def _give_back(reservation: Reservation, address: int, nbytes: int) -> None:
+        with contextlib.suppress(SegmentError):  # as in Reservation.close
+            reservation.device.unmap(address, nbytes)
+        reservation.leave()
+
     def _wait_for_kernels(self, device: CudaDevice) -> bool:
-        try:
-            if self._is_capturing(device):
-                return False
-            device.synchronize()
-        except CudaError as error:
-            # A capture began in between, or on a stream that torch does not know.
-            return not error.code.startswith("CUDA_ERROR_STREAM_CAPTURE")
-        except SegmentError:
-            pass
+        """Whether nothing can be using the device's mappings any more."""
+        for may_not_be in (self._is_capturing, CudaDevice.synchronize):
+            try:
+                if may_not_be(device):
+                    return False
+            except (SegmentError, RuntimeError) as error:
+                # A capture began in between, or on a stream that torch does not know; a dead context refuses everything.
+                if getattr(error, "code", "").startswith("CUDA_ERROR_STREAM_CAPTURE"):
+                    return False
         return True
 
     def _start_thread(self) -> None:
@@ -147,6 +167,9 @@ class Unmapping:
         pause = threading.Event()
         while not self.drain():
             pause.wait(_LOOK_AGAIN_S)
+        self._thread = None  # from here on whoever adds something starts another one
+        if not self.drain():
+            self._start_thread()
 
 
 class CudaMapping:
@@ -158,6 +181,7 @@ class CudaMapping:
         self.address, self.nbytes = address, nbytes
         self._reservation, self._unmapping = reservation, unmapping
         self._pid = os.getpid()
+        reservation.enter()
 
     def set_access(self, *, writable: bool) -> None:
         """Change what this process may do there; addresses stay."""
@@ -191,7 +215,7 @@ def create_segment(
         FileLimitError: There are no descriptors left.
         CudaError: Anything else that the driver says.
     """
-    with contextlib.ExitStack() as undo:
+    with device.current(), contextlib.ExitStack() as undo:
         handle = device.create(nbytes)
         with contextlib.ExitStack() as release:
             release.callback(device.release, handle)  # in any case: descriptor and mapping keep the memory
@@ -231,7 +255,7 @@ def map_segments(
     """
     mapped: list[tuple[Reservation, int, int]] = []
     ranges: list[tuple[int, int]] = []
-    with contextlib.ExitStack() as undo, device.current():
+    with device.current(), contextlib.ExitStack() as undo:
         for first, last in _runs(sizes, wishes):
             reservation = Reservation(device, sum(sizes[first:last]), wishes[first] if wishes else 0)
             undo.callback(reservation.close)
