@@ -12,7 +12,7 @@ import uuid
 
 import pytest
 import torch
-from support.fake_cuda import GIB, MIB, CUresult, FakeDevice, FakeDriver, Left
+from support.fake_cuda import GIB, MIB, CUresult, CUuuid, FakeDevice, FakeDriver, Left
 
 from torchwcache.errors import ConfigError, CudaError, SegmentError, SegmentMemoryError
 from torchwcache.memory import cuda
@@ -78,6 +78,13 @@ def assert_balanced(fake):
 # ---- names -------------------------------------------------------------------------------------------------------------------
 
 ONE, OTHER = (uuid.UUID(text).bytes for text in ("00010203-0405-0607-0809-0a0b0c0d0e0f", "fffefdfc-80f9-f8f7-f6f5-f4f3f2f10080"))
+
+
+def test_a_mig_instance_is_named_by_its_own_uuid_with_cuda_12_too():
+    """There the first version of the call tells that of the whole GPU."""
+    fake = FakeDriver(FakeDevice(uuid=ONE))
+    fake.cuDeviceGetUuid_v2 = lambda device: (CUresult.CUDA_SUCCESS, CUuuid(OTHER))
+    assert CudaDevice(fake, 0).uuid == str(uuid.UUID(bytes=OTHER))
 
 
 def test_a_uuid_is_written_as_the_tools_write_it():

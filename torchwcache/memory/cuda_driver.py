@@ -94,7 +94,9 @@ class CudaDevice:
     @property
     def uuid(self) -> str:
         """The device's UUID (a MIG instance's own), the same in every process whatever devices it sees and in which order."""
-        return str(uuid.UUID(bytes=bytes(self._call("cuDeviceGetUuid", self._device).bytes)))
+        # In CUDA 12 the first version of the call answers for the whole GPU under MIG; in CUDA 13 there is only the second.
+        name = "cuDeviceGetUuid_v2" if hasattr(self._driver, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
+        return str(uuid.UUID(bytes=bytes(self._call(name, self._device).bytes)))
 
     # ---- physical memory -----------------------------------------------------------------------------------------------------
 
