@@ -232,6 +232,8 @@ class Attaching:
                 done = rebind(self.built, manifest, segments, device=self.memory.device, requires_grad=self.options.requires_grad)
                 for segment in segments:
                     segment.settle()
+                if done.copied_nbytes:
+                    self.memory.finish_copies()
                 self.adapter.prepare(self.cfg, self.built)
         except (RebindError, ManifestError, SegmentError, EncodingError) as error:
             return self.unfit(error)

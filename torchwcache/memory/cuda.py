@@ -434,6 +434,11 @@ class CudaMemory:
             raise SegmentError(f"a CUDA graph is being captured on {self.device}: publish before or after that")
         self._device.synchronize()
 
+    def finish_copies(self) -> None:
+        """Wait for the thread's current stream, unless it is being captured: then whoever captures has said in which order."""
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(self.device).synchronize()
+
     def release_freed(self) -> None:
         """Return memory that was freed by this process to the device (``torch.cuda.empty_cache``)."""
         with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):
