@@ -12,6 +12,7 @@ VENV_FLAGS ?=
 TORCH_SPEC ?= torch -c constraints.txt
 EXTRAS := dev,docs,demo
 JOBS ?= 2
+GPU_JOBS ?= 12
 PYTEST ?=
 
 BIN := $(VENV)/bin
@@ -20,7 +21,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install -qq
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := install
-.PHONY: venv install demo test test-all architectures lint format types docs bench check wheel clean
+.PHONY: venv install demo test test-all test-gpu architectures lint format types docs bench check wheel clean
 
 venv: $(PY)
 
@@ -49,6 +50,10 @@ test: install
 
 test-all: install
 	$(PY) -m pytest -q -n $(JOBS) $(PYTEST)
+
+# On a machine with an NVIDIA GPU: nothing is skipped there.
+test-gpu: install
+	TORCHWCACHE_REQUIRE_CUDA=1 $(PY) -m pytest -q -n $(GPU_JOBS) -m gpu tests/gpu $(PYTEST)
 
 # Writes docs/architectures.md anew from what comes out.
 architectures: install
