@@ -207,11 +207,11 @@ def attach_until_memory_ends(here, *, allocations, **order):
 
     allocate, made = HostMemory.allocate, []
 
-    def limited(self, nbytes):
+    def limited(self, nbytes, **options):
         if len(made) >= allocations:
             raise SegmentMemoryError(f"cannot make a segment of {nbytes} bytes: pretended", nbytes=nbytes)
         made.append(nbytes)
-        return allocate(self, nbytes)
+        return allocate(self, nbytes, **options)
 
     here.patch(HostMemory, "allocate", limited)
     try:
