@@ -155,9 +155,10 @@ def _check_module_kind(path: str, kind: ModuleKind, count: int, tensors: int) ->
     for i, (_, _, column) in enumerate(kind.buffers):
         _check_length(f"{path}.buffers[{i}]", column, count)
         _check_range(f"{path}.buffers[{i}]", column, -1, tensors, "tensor")
-    for i, (_, values) in enumerate(kind.attributes):
-        if len(values) != 1:
-            _check_length(f"{path}.attributes[{i}]", values, count)
+    for i, (_, values, column) in enumerate(kind.attributes):
+        if column or len(values) != 1:
+            _check_length(f"{path}.attributes[{i}]", column, count)
+            _check_range(f"{path}.attributes[{i}]", column, 0, len(values), "value")
     if kind.same_as:
         _check_length(f"{path}.same_as", kind.same_as, count)
         if kind.parameters or kind.buffers or kind.attributes:

@@ -8,7 +8,7 @@ The tables are read as sequences of the specs that they were made from.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -30,6 +30,8 @@ __all__ = [
     "pack_storages",
     "pack_tensors",
 ]
+
+_T = TypeVar("_T")
 
 Column = tuple[int, ...]
 Attributes = tuple[tuple[str, Value], ...]
@@ -153,16 +155,10 @@ class Tensors(Spec, frozen=True):
 
 def pack_tensors(specs: Sequence[TensorSpec]) -> Tensors:
     """Put tensors into columns, and each kind of them once."""
-    kinds: dict[bytes, TensorKind] = {}  # by what they are encoded as: equal in every bit
-    numbers: dict[bytes, int] = {}
-    column: list[int] = []
-    for spec in specs:
-        key = _encoder.encode(spec.kind)
-        column.append(numbers.setdefault(key, len(numbers)))
-        kinds.setdefault(key, spec.kind)
+    kinds, column = _distinct([spec.kind for spec in specs])
     return Tensors(
-        kinds=tuple(kinds.values()),
-        kind=tuple(column),
+        kinds=kinds,
+        kind=column,
         storage=tuple([spec.storage for spec in specs]),
         offsets=tuple([(number, spec.offset) for number, spec in enumerate(specs) if spec.offset]),
     )
@@ -193,7 +189,7 @@ class ModuleKind(Spec, frozen=True):
     """What many modules have in common, and a column for what they have not: its row ``i`` is that of their ``i``-th module.
 
     ``children`` are the names of the modules inside, in their order. ``same_as`` is empty if the modules are at their first path.
-    ``attributes`` have one value if all modules agree, else a column of them.
+    ``attributes`` have the values that occur and, if there are several, the number of one for each module.
     """
 
     cls: str
@@ -201,7 +197,7 @@ class ModuleKind(Spec, frozen=True):
     children: tuple[str, ...] = ()
     parameters: tuple[tuple[str, Column], ...] = ()
     buffers: tuple[tuple[str, bool, Column], ...] = ()
-    attributes: tuple[tuple[str, tuple[Value, ...]], ...] = ()
+    attributes: tuple[tuple[str, tuple[Value, ...], Column], ...] = ()
     same_as: Column = ()
 
 
@@ -231,7 +227,7 @@ class Modules(Spec, frozen=True):
                 same_as=kind.same_as[row] if kind.same_as else -1,
                 parameters=tuple([(name, column[row]) for name, column in kind.parameters]),
                 buffers=tuple([(name, persistent, column[row]) for name, persistent, column in kind.buffers]),
-                attributes=tuple([(name, values[row if len(values) > 1 else 0]) for name, values in kind.attributes]),
+                attributes=tuple([(name, values[which[row] if which else 0]) for name, values, which in kind.attributes]),
             )
 
     def paths(self) -> list[str]:
@@ -313,11 +309,23 @@ def _module_kind(specs: Sequence[ModuleSpec], children: tuple[str, ...]) -> Modu
         children=children,
         parameters=tuple([(name, rows[i]) for i, (name, _) in enumerate(first.parameters)]),
         buffers=tuple([(name, keep, rows[split + i]) for i, (name, keep, _) in enumerate(first.buffers)]),
-        attributes=tuple([(name, _once(values[i])) for i, (name, _) in enumerate(first.attributes)]),
+        attributes=tuple([(name, *_values(values[i])) for i, (name, _) in enumerate(first.attributes)]),
         same_as=tuple([spec.same_as for spec in specs]) if first.same_as >= 0 else (),
     )
 
 
-def _once(values: tuple[Value, ...]) -> tuple[Value, ...]:
-    """One value if all are the same in every bit (NaN is, 0.0 and -0.0 are not)."""
-    return values[:1] if len({_encoder.encode(value) for value in values}) == 1 else values
+def _values(values: Sequence[Value]) -> tuple[tuple[Value, ...], Column]:
+    found, which = _distinct(values)
+    return found, which if len(found) > 1 else ()
+
+
+def _distinct(items: Sequence[_T]) -> tuple[tuple[_T, ...], Column]:
+    """The items that occur, each once in every bit (NaN is NaN, 0.0 is not -0.0), and which one it is each time."""
+    found: dict[bytes, _T] = {}
+    numbers: dict[bytes, int] = {}
+    which: list[int] = []
+    for item in items:
+        key = _encoder.encode(item)
+        which.append(numbers.setdefault(key, len(numbers)))
+        found.setdefault(key, item)
+    return tuple(found.values()), tuple(which)

@@ -156,8 +156,8 @@ class _Rebinding:
     def check_attributes(self) -> None:
         check = AttributeCheck()
         for group in self.groups:
-            for name, values in group.kind.attributes:
-                check.check_column(name, group.states, values, partial(self._module_path, group))
+            for name, values, which in group.kind.attributes:
+                check.check_column(name, group.states, values, which, partial(self._module_path, group))
         for number, item in enumerate(self.manifest.objects):
             if item.attributes >= 0:
                 state = getattr(self.objects[len(self.tree.modules) + number], "__dict__", {})
@@ -256,7 +256,8 @@ class _Rebinding:
         wanted = {number for number, kind in enumerate(kinds) if kind.attributes or kind.inherited}
         if not wanted:
             return
-        built = self.built_tensors()
+        inheriting = {number for number, kind in enumerate(kinds) if kind.inherited}
+        built = self.built_tensors(inheriting) if inheriting else {}
         for index, number in enumerate(self.manifest.tensors.kind):
             if number not in wanted:
                 continue
@@ -271,14 +272,21 @@ class _Rebinding:
             if not all(type(value) in ATOMIC_TYPES for value in state.values()):
                 self.attributed.add(index)
 
-    def built_tensors(self) -> dict[int, torch.Tensor]:
-        """What the build put where each tensor belongs: in the first place of each. Only before the tables are filled."""
+    def built_tensors(self, kinds: set[int]) -> dict[int, torch.Tensor]:
+        """What the build put where each tensor of these kinds belongs: in its first place. Only before the tables are filled."""
+        modules, kind_of = self.manifest.modules, self.manifest.tensors.kind
+        slots = [[*kind.parameters, *[(name, column) for name, _, column in kind.buffers]] for kind in modules.kinds]
+        rows = [0] * len(slots)
         found: dict[int, torch.Tensor] = {}
-        for state, spec in zip(self.tree.states, self.manifest.modules, strict=True):
-            for name, index in (*spec.parameters, *[(name, index) for name, _, index in spec.buffers]):
-                tensor = state["_parameters"].get(name, state["_buffers"].get(name))
-                if tensor is not None:
-                    found.setdefault(index, tensor)
+        for number, state in zip(modules.kind, self.tree.states, strict=True):
+            row = rows[number]
+            rows[number] += 1
+            for name, column in slots[number]:
+                index = column[row]
+                if index >= 0 and kind_of[index] in kinds:
+                    tensor = state["_parameters"].get(name, state["_buffers"].get(name))
+                    if tensor is not None:
+                        found.setdefault(index, tensor)
         return found
 
     def fill_tables(self) -> None:

@@ -20,7 +20,7 @@ Problem: TypeAlias = tuple[str, str]
 
 _MISSING = object()
 _NOT_PLAIN = object()
-_CHEAP = (str, int, bool, float, type(None))
+_CHEAP = frozenset({str, int, bool, float, type(None)})
 """Types whose values are equal in tagged form if they are of one type and equal in Python; tuples of them, too, item by item.
 NaN is settled the other way."""
 
@@ -109,46 +109,51 @@ class AttributeCheck:
     def check_object(self, path: str, state: dict[str, Any], expected: Attributes) -> None:
         """Compare what one object holds."""
         for name, value in expected:
-            self.check_column(name, [state], (value,), lambda _: path)
+            mine = state.get(name, _MISSING)
+            if not _equal(mine, plain(value)) and not _same(mine, value):
+                self._differs(path, name, mine, value)
 
     def check_column(
-        self, name: str, states: Sequence[dict[str, Any]], expected: Sequence[Value], path_of: Callable[[int], str]
+        self,
+        name: str,
+        states: Sequence[dict[str, Any]],
+        values: Sequence[Value],
+        which: Sequence[int],
+        path_of: Callable[[int], str],
     ) -> None:
         """Compare what several objects hold under one name.
 
         Args:
             name: Of the attribute.
             states: The ``__dict__`` of each object.
-            expected: One value for all of them, or one for each.
+            values: What is expected there.
+            which: The number of the value of each object; empty if there is but one.
             path_of: Gives the path of an object, by its place among them.
         """
-        mine = [state.get(name, _MISSING) for state in states]
-        if len(expected) == 1:
-            if _all_equal(mine, plain(expected[0])):
-                return
-            settled: dict[int, bool] = {}  # one object that many hold is looked at once
-            for row, value in enumerate(mine):
-                same = settled.get(id(value))
-                if same is None:
-                    same = settled[id(value)] = _same(value, expected[0])
-                if not same:
-                    self._differs(path_of(row), name, value, expected[0])
+        mine, expected = [state.get(name, _MISSING) for state in states], [plain(value) for value in values]
+        if _all_equal(mine, [expected[number] for number in which] or expected):
             return
-        for row, (value, theirs) in enumerate(zip(mine, expected, strict=True)):
-            if not _equal(value, plain(theirs)) and not _same(value, theirs):
-                self._differs(path_of(row), name, value, theirs)
+        settled: dict[tuple[int, int], bool] = {}  # one object that many hold is looked at once
+        for row, (value, number) in enumerate(zip(mine, which or [0] * len(mine), strict=True)):
+            same = settled.get((id(value), number))
+            if same is None:
+                same = settled[id(value), number] = _equal(value, expected[number]) or _same(value, values[number])
+            if not same:
+                self._differs(path_of(row), name, value, values[number])
 
     def _differs(self, path: str, name: str, mine: Any, expected: Value) -> None:
         reason = "is missing here" if mine is _MISSING else f"is {mine!r} here, {_show(expected)} in the entry"
         self.problems.append((f"{path}.{name}" if path else name, reason))
 
 
-def _all_equal(values: list[Any], expected: Any) -> bool:
-    """Whether all values are this one, as far as a cheap test can tell."""
-    kind = type(expected)
-    if kind in _CHEAP:  # types first: True is 1
-        return set(map(type, values)) == {kind} and values.count(expected) == len(values)
-    return kind is tuple and all(_equal(value, expected) for value in {id(value): value for value in values}.values())
+def _all_equal(values: list[Any], expected: list[Any]) -> bool:
+    """Whether all values are the only one that is expected, or each its own, as far as a cheap test of them all can tell."""
+    kinds = set(map(type, expected))
+    if not kinds <= _CHEAP:
+        return False
+    if len(expected) == 1:  # types first: True is 1
+        return set(map(type, values)) == kinds and values.count(expected[0]) == len(values)
+    return list(map(type, values)) == list(map(type, expected)) and values == expected
 
 
 def _equal(mine: Any, expected: Any) -> bool:
