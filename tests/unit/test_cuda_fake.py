@@ -54,6 +54,7 @@ def test_the_fake_has_every_name_that_the_code_uses():
     source = inspect.getsource(cuda_driver)
     used = set(re.findall(r"""["'.](cu[A-Z]\w+|CU[a-z]\w+)\b""", source))
     offered = {*CALLS, *(kind.__name__ for kind in (*ENUMS, *STRUCTS, *NUMBERS))}
+    used.discard("cuDeviceGetUuid_v2")  # of CUDA 12: a test gives it to the fake
     assert {"cuMemCreate", "cuCtxPopCurrent", "CUmemAllocationProp"} <= used <= offered
 
 
