@@ -182,3 +182,9 @@ except SystemExit as exit:
     assert not exit.code
 """
     assert fresh(code + REPORT.removeprefix("; ")).splitlines()[-1] == "[]"
+
+
+def test_attaching_does_not_import_the_compiler() -> None:
+    """It takes a second and 70 MB, in every process."""
+    code = "import sys, torch, torchwcache.attaching, torchwcache_nn; sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
