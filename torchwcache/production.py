@@ -85,9 +85,9 @@ def load_unpublished(cfg: ModelConfig, adapter: Adapter, memory: Memory) -> Load
         return adapter.load(cfg, context)
 
 
-def attach_from_disk(cfg: ModelConfig, report: AttachReport, *, requires_grad: bool) -> Attachment:
+def attach_from_disk(cfg: ModelConfig, report: AttachReport, *, requires_grad: bool, adapter: Adapter | None = None) -> Attachment:
     """Load into ordinary memory: mode ``off``, and every fallback."""
-    adapter = adapter_for(cfg)
+    adapter = adapter if adapter is not None else adapter_for(cfg)
     with report.phase("load"):
         result = load_unpublished(cfg, adapter, memory_for(cfg.device))
     return serve_unpublished(cfg, adapter, result, report, requires_grad)
