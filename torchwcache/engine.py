@@ -30,7 +30,7 @@ from torchwcache.config import (
     timeout_from,
 )
 from torchwcache.daemon.supervisor import default_socket_path
-from torchwcache.engine_ranks import OneRank, ProcessGroupRanks, RankGroup
+from torchwcache.engine_ranks import GridRanks, OneRank, ProcessGroupRanks, RankGroup
 from torchwcache.errors import ConfigError, MismatchError, RankError, WeightCacheError
 from torchwcache.module.classes import ClassSnapshot
 from torchwcache.module.normal_tensors import normal_tensors
@@ -39,7 +39,7 @@ from torchwcache.producing import Production
 from torchwcache.production import UNUSABLE, Heartbeat, load_unpublished, make_room, needed_nbytes, serve_unpublished
 from torchwcache.wire.messages import Hit, Produce, Refused
 
-__all__ = ["EngineOptions", "OneRank", "ProcessGroupRanks", "RankGroup", "RankStart", "attach_rank"]
+__all__ = ["EngineOptions", "GridRanks", "OneRank", "ProcessGroupRanks", "RankGroup", "RankStart", "attach_rank"]
 
 logger = logging.getLogger(__name__)
 

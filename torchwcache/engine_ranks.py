@@ -11,7 +11,7 @@ from torchwcache.errors import RankError
 if TYPE_CHECKING:
     import torch.distributed
 
-__all__ = ["OneRank", "ProcessGroupRanks", "RankGroup"]
+__all__ = ["GridRanks", "OneRank", "ProcessGroupRanks", "RankGroup"]
 
 _WORD_NBYTES = 2048
 
@@ -82,6 +82,25 @@ class ProcessGroupRanks:
                 f"had to agree on {what} ({str(error).splitlines()[0]}); look at the other ranks' logs"
             ) from error
         return tuple(_text(item.tolist()) for item in theirs)
+
+
+class GridRanks:
+    """Ranks of a grid, where there is a group for each row and one for each column, but none for all (vLLM with data parallelism).
+
+    Args:
+        inner: The row of this rank: the fastest running axis.
+        outer: Its column.
+    """
+
+    def __init__(self, inner: RankGroup, outer: RankGroup) -> None:
+        self._inner, self._outer = inner, outer
+        self.rank, self.size = outer.rank * inner.size + inner.rank, outer.size * inner.size
+
+    def exchange(self, word: str, what: str) -> Sequence[str]:
+        """First along the rows, then each row's words along the columns."""
+        row = self._inner.exchange(word, what)
+        columns = [self._outer.exchange(other, what) for other in row]
+        return tuple(column[place] for place in range(self._outer.size) for column in columns)
 
 
 def _text(data: list[int]) -> str:

@@ -1,0 +1,263 @@
+"""Build and load models by vLLM's own code, for one start of one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from torchwcache.adapter import CaptureRules, Description, LoadContext, LoadResult
+from torchwcache.config import ModelConfig
+from torchwcache.errors import BuildError, CheckpointNotFoundError
+from torchwcache.identity.checkpoint import CheckpointFiles
+from torchwcache.identity.code import tree_code_fields
+from torchwcache.module.graph import children, is_leaf, type_name
+from torchwcache_vllm.identity import config_fields, variables
+from torchwcache_vllm.registries import Registered, Registries
+
+__all__ = ["Stage", "VLLMAdapter"]
+
+Stage = Literal["finished", "loaded"]
+"""What is published: weights as they serve, or as they were before vLLM's work after loading, which every process then does itself."""
+
+_IGNORED = {
+    "*name_or_path": "says where this process found the files, not what is in them",
+    "*_commit_hash": "says from which revision of a repo this process got the files, not what is in them",
+}
+_REBUILT = {
+    "*.quant_method.moe_kernel": "made by vLLM's pass over weights that are processed already, in every process",
+    "*.quant_method.moe_quant_config": "made by vLLM's pass over weights that are processed already, in every process",
+    "*.cpu_linear": "made by vLLM's pass over weights that are processed already, in every process",
+}
+_CONFIG_SUFFIXES = (".json", ".py")
+_MAX_DEPTH = 8
+
+
+class _DefaultLoader:
+    """vLLM's ``DefaultModelLoader``, as it enters the fingerprint."""
+
+    name = "vllm-default"
+    version = "1"
+
+
+class VLLMAdapter:
+    """One model of one vLLM worker.
+
+    Args:
+        vllm_config: The worker's live configuration.
+        model_config: Of the model to load: the target's or a draft's.
+        load_config: For vLLM's own loader: without our keys, ``load_format="auto"``.
+        prefix: As the engine calls the loader.
+        stage: What is published; see :data:`Stage`.
+    """
+
+    name = "vllm"
+    version = "1"
+
+    def __init__(self, vllm_config: Any, model_config: Any, load_config: Any, *, prefix: str = "", stage: Stage) -> None:
+        self.vllm_config, self.model_config, self.load_config = vllm_config, model_config, load_config
+        self.prefix, self.stage = prefix, stage
+        self._registries = Registries(vllm_config)
+        self._before: Registered = self._registries.now()
+        self._registered: dict[int, Registered] = {}
+        self._prepared: set[int] = set()
+
+    # ---- building ------------------------------------------------------------------------------------------------------------
+
+    def accepts(self, cfg: ModelConfig) -> bool:
+        """Never by itself: it is made for one start."""
+        return False
+
+    @contextmanager
+    def _engine_context(self) -> Iterator[None]:
+        from vllm.config import set_current_vllm_config
+        from vllm.utils.torch_utils import set_default_torch_dtype
+
+        with set_current_vllm_config(self.vllm_config), set_default_torch_dtype(self.model_config.dtype):
+            yield
+
+    def build(self, cfg: ModelConfig) -> tuple[nn.Module, str]:
+        """Build on meta as vLLM's own loader builds, leaving the engine's registries as they were.
+
+        Raises:
+            BuildError: The model class cannot be built there.
+        """
+        from vllm.model_executor.model_loader.utils import initialize_model
+
+        with self._engine_context(), self._registries.aside():
+            try:
+                with torch.random.fork_rng(devices=[]), torch.device("meta"):
+                    module: nn.Module = initialize_model(
+                        vllm_config=self.vllm_config, model_config=self.model_config, prefix=self.prefix
+                    )
+            except Exception as error:  # whatever the model's own code raises when a value is not there
+                raise BuildError(f"vLLM's model of {cfg.checkpoint} cannot be built on the meta device: {error}") from error
+            self._registered[id(module)] = self._registries.now()
+        return module.eval(), "meta"
+
+    @contextmanager
+    def scratch_build(self, cfg: ModelConfig) -> Iterator[tuple[nn.Module, str]]:
+        """As :meth:`build`, which leaves no trace either."""
+        yield self.build(cfg)
+
+    # ---- describing ----------------------------------------------------------------------------------------------------------
+
+    def describe(self, cfg: ModelConfig, module: nn.Module) -> Description:
+        """Describe the model by vLLM's configuration, its version and the files that its loader will open."""
+        import vllm
+
+        fields: dict[str, Any] = {
+            "class": type_name(type(module)),
+            "classes": tree_code_fields(module),
+            "vllm": {"version": str(vllm.__version__), "commit": getattr(vllm, "__commit_id__", None)},
+            "stage": self.stage,
+            "config": config_fields(self.vllm_config, self.model_config),
+            "variables": variables(),
+        }
+        return Description(
+            fields=fields,
+            checkpoint=self._files(module),
+            source=str(Path(cfg.checkpoint).resolve()) if Path(cfg.checkpoint).exists() else cfg.checkpoint,
+            quantization_config=self._quantization_config(),
+            label=f"vLLM {type(module).__name__} {str(self.model_config.dtype).removeprefix('torch.')}",
+            loader=_DefaultLoader(),
+            packages=("transformers", "compressed-tensors"),
+            computes=True,
+        )
+
+    def _quantization_config(self) -> dict[str, Any] | None:
+        stated = getattr(self.model_config.hf_config, "quantization_config", None)
+        if stated is not None:
+            return dict(stated if isinstance(stated, dict) else stated.to_dict())
+        if self.model_config.quantization is not None:
+            return {"quant_method": str(self.model_config.quantization), "requested": True}
+        return None
+
+    def _files(self, module: nn.Module) -> CheckpointFiles:
+        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+        loader = DefaultModelLoader(self.load_config)
+        primary = DefaultModelLoader.Source(
+            self.model_config.model,
+            self.model_config.revision,
+            fall_back_to_pt=getattr(module, "fall_back_to_pt_during_load", True),
+            allow_patterns_overrides=getattr(module, "allow_patterns_overrides", None),
+        )
+        files: dict[str, Path] = {}
+        for number, source in enumerate((primary, *getattr(module, "secondary_weights", ()))):
+            prefix = f"{number}/" if number else ""
+            folder, weights = self._prepare(loader, source)
+            files.update({prefix + os.path.relpath(path, folder): Path(path) for path in weights})
+            for path in sorted(folder.iterdir()):
+                if path.name.endswith(_CONFIG_SUFFIXES) and not path.name.startswith(("tokenizer", "generation_config")):
+                    files[prefix + path.name] = path
+        root = Path(self.model_config.model)
+        return CheckpointFiles(root if root.is_dir() else None, tuple(sorted(files.items())))
+
+    @staticmethod
+    def _prepare(loader: Any, source: Any) -> tuple[Path, list[str]]:
+        available = {
+            "model_name_or_path": source.model_or_path,
+            "subfolder": getattr(source, "subfolder", None),
+            "revision": source.revision,
+            "fall_back_to_pt": source.fall_back_to_pt,
+            "allow_patterns_overrides": source.allow_patterns_overrides,
+        }
+        wanted = inspect.signature(loader._prepare_weights).parameters
+        try:
+            folder, weights, *_ = loader._prepare_weights(**{name: available[name] for name in wanted})
+        except (OSError, RuntimeError) as error:
+            raise CheckpointNotFoundError(
+                f"vLLM finds no weights at {source.model_or_path}: {error}", path=str(source.model_or_path)
+            ) from error
+        return Path(folder), list(weights)
+
+    # ---- loading -------------------------------------------------------------------------------------------------------------
+
+    def load(self, cfg: ModelConfig, context: LoadContext) -> LoadResult:
+        """Load by vLLM's default loader: the whole of it, or (stage ``loaded``) all but its work after loading."""
+        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+        self._registries.put(self._before)
+        loader = DefaultModelLoader(self.load_config)
+        if self.stage == "finished":
+            module: nn.Module = loader.load_model(vllm_config=self.vllm_config, model_config=self.model_config, prefix=self.prefix)
+            self._prepared.add(id(module))
+        else:
+            from vllm.model_executor.model_loader.utils import initialize_model
+
+            with self._engine_context():
+                with torch.device(cfg.device):
+                    module = initialize_model(vllm_config=self.vllm_config, model_config=self.model_config, prefix=self.prefix)
+                loader.load_weights(module, self.model_config)
+            module.eval()
+        self._registered[id(module)] = self._registries.now()
+        return LoadResult(module=module)
+
+    # ---- carrying ------------------------------------------------------------------------------------------------------------
+
+    def rules(self, cfg: ModelConfig, module: nn.Module) -> CaptureRules:
+        """The engine's live configuration belongs to the process; what the pass over processed weights makes is made there."""
+        ignored = {**_IGNORED, **dict.fromkeys(_config_paths(module), "the engine's live configuration")}
+        if self.stage == "finished" and _has_pre_processed_mode():
+            ignored.update(_REBUILT)
+        return CaptureRules(ignore=ignored)
+
+    def prepare(self, cfg: ModelConfig, module: nn.Module) -> None:
+        """Make this module the one that the engine finds, and do the work after loading that every process does for itself."""
+        self._registries.put(self._registered[id(module)])
+        if id(module) in self._prepared:
+            return
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+        with self._engine_context(), _pre_processed() if self.stage == "finished" else contextlib.nullcontext():
+            if self.stage == "loaded" or _has_pre_processed_mode():
+                process_weights_after_loading(module, self.model_config, torch.device(cfg.device))
+        self._prepared.add(id(module))
+
+
+def _has_pre_processed_mode() -> bool:
+    import vllm.model_executor.utils
+
+    return hasattr(vllm.model_executor.utils, "weights_already_processed")
+
+
+@contextmanager
+def _pre_processed() -> Iterator[None]:
+    if not _has_pre_processed_mode():
+        yield
+        return
+    from vllm.model_executor.utils import weights_already_processed
+
+    with weights_already_processed():
+        yield
+
+
+def _config_paths(module: nn.Module) -> list[str]:
+    """Where modules, and what they hold, refer to the engine's configuration objects."""
+    found: list[str] = []
+    seen: set[int] = set()
+
+    def look(obj: Any, path: str, depth: int) -> None:
+        if is_leaf(obj) or isinstance(obj, torch.Tensor) or id(obj) in seen or depth > _MAX_DEPTH:
+            return
+        seen.add(id(obj))
+        for kind, key, value in children(obj):
+            if kind not in ("attribute", "slot", "key", "index") or isinstance(value, nn.Module):
+                continue
+            place = f"{path}[{key!r}]" if kind in ("key", "index") else f"{path}.{key}" if path else str(key)
+            if type(value).__module__.startswith("vllm.config"):
+                found.append(place)
+            else:
+                look(value, place, depth + 1)
+
+    for path, child in module.named_modules():
+        look(child, path, 0)
+    return found
