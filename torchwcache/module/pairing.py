@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -45,6 +46,7 @@ __all__ = ["Pairing", "has_state"]
 
 _REMOVED = object()
 _MUTABLE = (list, dict, set, deque)
+_STRUCT_BASES = msgspec.Struct.__mro__  # written in C, but what a Struct holds are slots
 _MAX_DEPTH = 150  # four Python frames each
 
 
@@ -526,7 +528,8 @@ def _same_atom(a: Any, b: Any) -> bool:
 
 def has_state(obj: Any) -> bool:
     """Whether all that an object holds can be listed: attributes and slots, and no C base that keeps data to itself."""
-    if any(_is_written_in_c(base) and base is not types.SimpleNamespace for base in type(obj).__mro__[:-1]):
+    listed = _STRUCT_BASES if isinstance(obj, msgspec.Struct) else (types.SimpleNamespace,)
+    if any(_is_written_in_c(base) and base not in listed for base in type(obj).__mro__[:-1]):
         return False
     return hasattr(obj, "__dict__") or any("__slots__" in base.__dict__ for base in type(obj).__mro__)
 
