@@ -204,7 +204,7 @@ class Attaching:
                 fingerprint = self.fingerprint(content)
 
     def first_content(self) -> Content:
-        """What to ask by: the content where it is known, a provisional key where that will do, else what a read of the files gives."""
+        """What to ask by: the content where it is known, a provisional key where that will do, else what a read tells."""
         # Where nothing is going to be produced there is no production to agree on under a provisional key.
         provisional_key = self.identity.provisional() if self.options.produce and self.options.variant is None else None
         return self.identity.remembered() or provisional_key or self.identity.compute()

@@ -426,6 +426,7 @@ class RankStart:
         self._stop_heartbeat()
         self.attaching.warn(why)
         self.attaching.close_connection()
+        self.report.mapped_nbytes = self.report.copied_nbytes = 0
         self.attachment = serve_unpublished(self.cfg, self.adapter, result, self.report, requires_grad=False)
 
     def _agreed_at_last(self) -> None:
@@ -449,7 +450,8 @@ class RankStart:
             what = f"miss ({self._why_missed()}): loaded by the engine, {nbytes:,} bytes published"
         else:
             what = f"miss: loaded by the engine, not published ({'; '.join(report.warnings) or self.why})"
-        return f"torchwcache, {where}, {self.attaching.cfg.role.value}: {what}; {report.total_s:.2f} s; {report.fingerprint or '-'}"
+        line = f"torchwcache, {where}, {self.cfg.role.value}: {what}; {report.total_s:.2f} s; {report.fingerprint or '-'}"
+        return " ".join(line.split())
 
     def _why_missed(self) -> str:
         if self.report.differences:

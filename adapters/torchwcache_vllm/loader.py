@@ -26,7 +26,7 @@ LOAD_FORMAT = "torchwcache"
 logger = init_logger("vllm.torchwcache")
 
 _starts: dict[tuple[int, str], RankStart] = {}
-"""What was decided before the engine's memory was counted, until the loader is asked for the model: vLLM makes a loader for each."""
+"""What was decided before memory was counted, until the loader is asked for the model: vLLM makes a loader for each occasion."""
 
 
 class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
@@ -61,7 +61,7 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
         )
 
     def get_external_weight_memory(self, vllm_config: Any) -> int:
-        """Decide hit or miss under a lease, before vLLM counts memory; what is mapped is charged to the engine as if it had loaded it."""
+        """Decide hit or miss under a lease, before vLLM counts memory: what is mapped is charged as if this engine had loaded it."""
         start = self._start(vllm_config, vllm_config.model_config, "")
         if start is None or not start.decide():
             return 0
