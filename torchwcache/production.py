@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchwcache.adapter import Adapter, CaptureRules, Description, LoadContext, LoadResult
+from torchwcache.adapter import Adapter, Description, LoadContext, LoadResult
 from torchwcache.adapters import adapter_for
 from torchwcache.attachment import Attachment, AttachReport
 from torchwcache.config import Access, ModelConfig
@@ -227,7 +228,7 @@ def capture_module(
 ) -> Captured:
     """Capture under the rules of adapter and user."""
     rules = adapter.rules(cfg, module)
-    rules = CaptureRules(ignore={**rules.ignore, **cfg.ignore}, constants=(*rules.constants, *cfg.constants))
+    rules = dataclasses.replace(rules, ignore={**rules.ignore, **cfg.ignore}, constants=(*rules.constants, *cfg.constants))
     return capture(module, built, device=memory.device, rules=rules, construction=construction, classes=classes)  # type: ignore[arg-type]
 
 
