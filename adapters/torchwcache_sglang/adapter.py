@@ -41,6 +41,13 @@ _IGNORED = {
     "*_commit_hash": "says from which revision of a repo this process got the files, not what is in them",
     "*context_len": "how long requests may get; where a model's build looks at it, it is part of the fingerprint",
 }
+_PROCESS = {
+    "sglang.srt.distributed.parallel_state:GroupCoordinator": "the ranks' connections, each process's own",
+    "sglang.srt.server_args:ServerArgs": "how this server was started; what counts of it is in the fingerprint",
+    "sglang.srt.runtime_context:_ConfigBag": "how this server was started; what counts of it is in the fingerprint",
+    "sglang.srt.eplb.expert_location:ExpertLocationMetadata": "where experts lie; it is in the fingerprint",
+    "torch._C._distributed_c10d:ProcessGroup": "the ranks' connections, each process's own",
+}
 _CONSTANTS = ("*.w_kc", "*.w_vc", "*.w_scale", "*.w_scale_k", "*.w_scale_v")
 """What multi-head latent attention derives from ``kv_b_proj`` after loading: gigabytes, and nothing writes them afterwards."""
 
@@ -225,7 +232,7 @@ class SGLangAdapter:
 
     def rules(self, cfg: ModelConfig, module: nn.Module) -> CaptureRules:
         """What says where things are, and what attention derives from its weights."""
-        return CaptureRules(ignore=_IGNORED, constants=_CONSTANTS)
+        return CaptureRules(ignore=_IGNORED, constants=_CONSTANTS, process=_PROCESS)
 
     def prepare(self, cfg: ModelConfig, module: nn.Module) -> None:
         """Leave in the process what SGLang's loader leaves there, and set the mode."""
