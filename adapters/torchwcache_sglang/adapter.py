@@ -20,12 +20,12 @@ from torch import nn
 
 from torchwcache.adapter import CaptureRules, Description, LoadContext, LoadResult
 from torchwcache.config import ModelConfig, Parallelism, Role
-from torchwcache.encoding import encode
-from torchwcache.errors import BuildError, CheckpointError, EncodingError
+from torchwcache.errors import BuildError, CheckpointError
 from torchwcache.identity.checkpoint import CheckpointFiles
 from torchwcache.identity.code import tree_code_fields
 from torchwcache.module.construct import parameters_on_meta
 from torchwcache.module.graph import type_name
+from torchwcache_sglang.canonical import plain, resolved_path
 from torchwcache_sglang.context import environment_names, parallel_layout, resolved_options
 from torchwcache_sglang.registries import Registries
 
@@ -88,7 +88,7 @@ class SGLangAdapter:
         """By SGLang's resolved options and the model's config, as they are before the load."""
         model_config, load_config = self.model_config, self.inner.load_config
         index = getattr(load_config, "draft_model_idx", None)
-        source = _resolved(str(model_config.model_path))
+        source = resolved_path(str(model_config.model_path))
         return Description(
             fields={
                 "class": type_name(type(module)),
@@ -250,7 +250,7 @@ def model_config_for(model_config: Any, device: str, *, options: Any) -> ModelCo
     sizes = {axis: int(layout.get(f"{name}_size") or 1) for axis, name in _AXES.items()}
     ranks = {axis: int(layout.get(f"{name}_rank") or 0) for axis, name in _AXES.items()}
     parallel = Parallelism(
-        **{f"{axis}_size": size for axis, size in sizes.items()}, **{f"{axis}_rank": rank for axis, rank in ranks.items()}
+        tp_size=sizes["tp"], tp_rank=ranks["tp"], pp_size=sizes["pp"], pp_rank=ranks["pp"], ep_size=sizes["ep"], ep_rank=ranks["ep"]
     )
     return ModelConfig(
         str(model_config.model_path),
@@ -266,28 +266,6 @@ def model_config_for(model_config: Any, device: str, *, options: Any) -> ModelCo
 
 
 _AXES = {"tp": "tp", "pp": "pp", "ep": "moe_ep"}
-
-
-def plain(value: Any) -> Any:
-    """A value with a canonical form: what has none is told apart by its class and its text, where that names no address."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        items = [plain(item) for item in value]
-        return sorted(items, key=repr) if isinstance(value, (set, frozenset)) else items
-    try:
-        encode(value)
-    except EncodingError:
-        state = getattr(value, "__dict__", None)
-        if isinstance(state, dict) and state:
-            return {"class": type_name(type(value)), **{str(name): plain(item) for name, item in state.items()}}
-        text = repr(value)
-        return (type_name(type(value)), text if " at 0x" not in text else "")
-    return value
-
-
-def _resolved(path: str) -> str:
-    return str(Path(path).resolve()) if Path(path).exists() else path
 
 
 def _expert_placement() -> Any:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torchwcache_sglang.canonical import plain, resolved_path
 from torchwcache_sglang.options import NEUTRAL
 
-__all__ = ["environment_names", "parallel_layout", "resolved_options"]
+__all__ = ["environment_names", "option", "option_names", "parallel_layout", "resolved_options"]
 
 _LAYOUT = (
     "tp", "pp", "moe_ep", "moe_tp", "moe_dp", "attn_tp", "attn_dp", "attn_cp", "dcp", "attn_dcp",
@@ -32,7 +33,6 @@ def resolved_options(source: str) -> dict[str, Any]:
     """
     from sglang.srt.arg_groups.arg_utils import namespace_of
     from sglang.srt.runtime_context import get_context, get_server_args
-    from torchwcache_sglang.adapter import _resolved, plain
 
     context, arguments = get_context(), get_server_args()
     found: dict[str, Any] = {}
@@ -41,15 +41,30 @@ def resolved_options(source: str) -> dict[str, Any]:
         if name in NEUTRAL:
             continue
         value = _leaf(context, places.get(name), name, getattr(arguments, name, None))
-        if name == "tokenizer_path" and (value is None or _resolved(str(value)) == source):
+        if name == "tokenizer_path" and (value is None or resolved_path(str(value)) == source):
             value = None
         found[name] = plain(value)
     return found
 
 
+def option(name: str, otherwise: Any = None) -> Any:
+    """One option as SGLang resolved it; ``otherwise`` in a release that has no such option, or before anything is published."""
+    from sglang.srt.arg_groups.arg_utils import namespace_of
+    from sglang.srt.runtime_context import get_context, get_server_args
+
+    try:
+        arguments = get_server_args()
+    except ValueError:
+        return otherwise
+    if name not in option_names(arguments):
+        return otherwise
+    return _leaf(get_context(), namespace_of(type(arguments)).get(name), name, getattr(arguments, name, otherwise))
+
+
 def option_names(arguments: Any) -> list[str]:
     """All options of a ``ServerArgs``, in whichever way its release declares them."""
-    fields = getattr(type(arguments), "__dataclass_fields__", None) or getattr(type(arguments), "__struct_fields__", ())
+    kind = type(arguments)
+    fields: Iterable[str] = getattr(kind, "__dataclass_fields__", ()) or getattr(kind, "__struct_fields__", ())
     return [name for name in fields if not name.startswith("__")]
 
 

@@ -117,7 +117,8 @@ NEUTRAL = _SERVING | _OBSERVABILITY | _SCHEDULE | _MEMORY | _PLACE | _FILES
 """Options that change neither the finished weights nor what SGLang builds around them: changing one still hits."""
 
 COUNTING = _names("""
-    device tokenizer_path trust_remote_code load_format is_embedding model_impl model_config_parser json_model_override_args dtype quantization
+    device tokenizer_path trust_remote_code load_format is_embedding model_impl model_config_parser json_model_override_args
+    dtype quantization
     quantization_param_path kv_cache_dtype modelopt_quant modelopt_checkpoint_restore_path modelopt_checkpoint_save_path
     modelopt_export_path quantize_and_serve rl_quant_profile qsa_indexer_dtype
     disaggregation_mode encoder_only language_only language_model_only enable_pdmux pdmux_config_path sm_group_num

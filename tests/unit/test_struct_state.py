@@ -51,7 +51,7 @@ def test_what_a_load_put_into_a_frozen_struct_is_carried() -> None:
     assert torch.equal(attached.plan["ordinary"].entry, value)
 
 
-@pytest.mark.parametrize("change", [object, lambda: (lambda x: x)])
+@pytest.mark.parametrize("change", [object, lambda: lambda x: x])
 def test_what_cannot_be_carried_in_a_struct_is_refused(change: Callable[[], object]) -> None:
     loaded = Net()
     Path.__dict__["output"].__set__(loaded.plan["ordinary"], change())
