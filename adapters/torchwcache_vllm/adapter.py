@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from torch import nn
 
 from torchwcache.adapter import CaptureRules, Description, LoadContext, LoadResult
 from torchwcache.config import ModelConfig
-from torchwcache.errors import BuildError, CheckpointNotFoundError
+from torchwcache.errors import BuildError, CheckpointNotFoundError, RebindError
 from torchwcache.identity.checkpoint import CheckpointFiles
 from torchwcache.identity.code import tree_code_fields
 from torchwcache.module.graph import children, is_leaf, type_name
@@ -25,17 +24,27 @@ from torchwcache_vllm.registries import Registered, Registries
 __all__ = ["Stage", "VLLMAdapter"]
 
 Stage = Literal["finished", "loaded"]
-"""What is published: weights as they serve, or as they were before vLLM's work after loading, which every process then does itself."""
+"""What is published: weights as they serve, or as they were before vLLM's work after loading, which every process then does."""
 
 _IGNORED = {
     "*name_or_path": "says where this process found the files, not what is in them",
     "*_commit_hash": "says from which revision of a repo this process got the files, not what is in them",
 }
-_REBUILT = {
-    "*.quant_method.moe_kernel": "made by vLLM's pass over weights that are processed already, in every process",
-    "*.quant_method.moe_quant_config": "made by vLLM's pass over weights that are processed already, in every process",
-    "*.cpu_linear": "made by vLLM's pass over weights that are processed already, in every process",
-}
+_KERNELS = ("moe_kernel", "moe_quant_config")
+"""What a layer's quantization method makes of finished weights and cannot be carried. Since 0.32 vLLM makes it anew on request."""
+_STAMP = "_torchwcache_kernels"
+# Computed from the weights after loading; nothing writes to them, and with MLA they are gigabytes.
+_CONSTANTS = (
+    "*.W_UV",
+    "*.W_UK_T",
+    "*.W_UK",
+    "*.W_K",
+    "*.W_V",
+    "*.W_K_scale",
+    "*.W_V_scale",
+    "*.W_UK_T_dcp_qrep",
+    "*.cos_sin_cache",
+)
 _CONFIG_SUFFIXES = (".json", ".py")
 _MAX_DEPTH = 8
 
@@ -67,7 +76,9 @@ class VLLMAdapter:
         self._registries = Registries(vllm_config)
         self._before: Registered = self._registries.now()
         self._registered: dict[int, Registered] = {}
-        self._prepared: set[int] = set()
+        self._processed: set[int] = set()
+        self.put_off = False
+        """Whether :meth:`prepare` leaves :meth:`process` to the caller: before the engine has its model runner, for instance."""
 
     # ---- building ------------------------------------------------------------------------------------------------------------
 
@@ -189,7 +200,8 @@ class VLLMAdapter:
         loader = DefaultModelLoader(self.load_config)
         if self.stage == "finished":
             module: nn.Module = loader.load_model(vllm_config=self.vllm_config, model_config=self.model_config, prefix=self.prefix)
-            self._prepared.add(id(module))
+            module.__dict__[_STAMP] = _kernels(module)
+            self._processed.add(id(module))
         else:
             from vllm.model_executor.model_loader.utils import initialize_model
 
@@ -204,40 +216,75 @@ class VLLMAdapter:
     # ---- carrying ------------------------------------------------------------------------------------------------------------
 
     def rules(self, cfg: ModelConfig, module: nn.Module) -> CaptureRules:
-        """The engine's live configuration belongs to the process; what the pass over processed weights makes is made there."""
+        """The engine's live configuration belongs to the process; kernels over finished weights are made in each."""
         ignored = {**_IGNORED, **dict.fromkeys(_config_paths(module), "the engine's live configuration")}
-        if self.stage == "finished" and _has_pre_processed_mode():
-            ignored.update(_REBUILT)
-        return CaptureRules(ignore=ignored)
+        if module.__dict__.get(_STAMP):
+            ignored.update({f"*.{name}": "made anew by vLLM, over weights that are processed already" for name in _KERNELS})
+        return CaptureRules(ignore=ignored, constants=_CONSTANTS)
 
     def prepare(self, cfg: ModelConfig, module: nn.Module) -> None:
-        """Make this module the one that the engine finds, and do the work after loading that every process does for itself."""
+        """Make this module the one that the engine finds, and (unless put off) do what every process does for itself."""
         self._registries.put(self._registered[id(module)])
-        if id(module) in self._prepared:
+        if not self.put_off:
+            self.process(cfg, module)
+
+    def process(self, cfg: ModelConfig, module: nn.Module) -> None:
+        """Work after loading that is not in what was published. Idempotent.
+
+        Raises:
+            RebindError: vLLM makes other kernels here than where the entry was published.
+        """
+        if id(module) in self._processed:
             return
-        from vllm.model_executor.model_loader.utils import process_weights_after_loading
+        self._processed.add(id(module))
+        with self._engine_context():
+            if self.stage == "loaded":
+                from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-        with self._engine_context(), _pre_processed() if self.stage == "finished" else contextlib.nullcontext():
-            if self.stage == "loaded" or _has_pre_processed_mode():
                 process_weights_after_loading(module, self.model_config, torch.device(cfg.device))
-        self._prepared.add(id(module))
+            else:
+                _make_kernels(module)
 
 
-def _has_pre_processed_mode() -> bool:
-    import vllm.model_executor.utils
+def _kernels(module: nn.Module) -> dict[str, dict[str, str]]:
+    """The kernels that vLLM made after loading, and is able to make again: path of the layer to attributes and their classes."""
+    try:
+        from vllm.model_executor.utils import weights_already_processed  # noqa: F401 - is it there?
+    except ImportError:
+        return {}
+    found: dict[str, dict[str, str]] = {}
+    for path, layer in module.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "supports_pre_processed_weights", False):
+            made = {name: type_name(type(value)) for name in _KERNELS if (value := getattr(method, name, None)) is not None}
+            if made:
+                found[path] = made
+    return found
 
-    return hasattr(vllm.model_executor.utils, "weights_already_processed")
 
-
-@contextmanager
-def _pre_processed() -> Iterator[None]:
-    if not _has_pre_processed_mode():
-        yield
+def _make_kernels(module: nn.Module) -> None:
+    wanted = module.__dict__.get(_STAMP) or {}
+    if not wanted:
         return
     from vllm.model_executor.utils import weights_already_processed
 
+    before = {name: (tensor.data_ptr(), tensor.shape, tensor.dtype) for name, tensor in module.named_parameters()}
     with weights_already_processed():
-        yield
+        for path in wanted:
+            layer: Any = module.get_submodule(path)
+            layer.quant_method.process_weights_after_loading(layer)
+    made = _kernels(module)
+    problems = [
+        (path, f"vLLM makes {made.get(path, 'no kernel')} here, and made {kernels} where it was published")
+        for path, kernels in wanted.items()
+        if made.get(path) != kernels
+    ]
+    after = {name: (tensor.data_ptr(), tensor.shape, tensor.dtype) for name, tensor in module.named_parameters()}
+    problems += [
+        (name, "vLLM replaced this tensor, although it was processed already") for name in before if after.get(name) != before[name]
+    ]
+    if problems:
+        raise RebindError("the kernels of this process do not fit the published weights:", problems=problems)
 
 
 def _config_paths(module: nn.Module) -> list[str]:

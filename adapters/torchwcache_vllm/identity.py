@@ -37,7 +37,8 @@ NOT_COUNTED: dict[str, tuple[str, ...]] = {
         "mamba_cache_mode", "enable_mamba_shared_prefix_checkpoint", "replayssm_buffer_len", "use_replayssm", "num_gpu_blocks",
         "num_cpu_blocks", "effective_attention_block_size", "kv_cache_size_tokens", "kv_cache_max_concurrency",
         "hash_block_size", "cache_hit_alignment_tokens", "kv_sharing_fast_prefill", "swa_bounded_replay", "kv_cache_memory_bytes",
-        "kv_offloading_size", "kv_offloading_backend", "_block_size_resolved", "swap_space", "cpu_offload_gb", "cpu_kvcache_space_bytes",
+        "kv_offloading_size", "kv_offloading_backend", "_block_size_resolved", "swap_space",
+        "cpu_offload_gb", "cpu_kvcache_space_bytes",
     ),
     # Ports, processes and machines. Sizes and ranks of the axes that shard weights are in ``ModelConfig.parallel``.
     "parallel_config": (

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
+import functools
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,15 +20,18 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from torchwcache.config import Mode, ModelConfig, Role
 from torchwcache.engine import EngineOptions, RankStart
 from torchwcache.errors import RefusedError
-from torchwcache_vllm.adapter import VLLMAdapter
-from torchwcache_vllm.guards import guard_worker, refusal_of
+from torchwcache_vllm.adapter import Stage, VLLMAdapter
+from torchwcache_vllm.guards import guard, refusal_of, refuse_write
 from torchwcache_vllm.ranks import parallelism, ranks_of
+from torchwcache_vllm.versions import OLDEST, parse, seam_problems, version_note
 
-__all__ = ["LOAD_FORMAT", "TorchwcacheModelLoader"]
+__all__ = ["LOAD_FORMAT", "TorchwcacheModelLoader", "loads_for_us"]
 
 LOAD_FORMAT = "torchwcache"
 
 logger = init_logger("vllm.torchwcache")
+
+_for_us: contextvars.ContextVar[bool] = contextvars.ContextVar("torchwcache_vllm_loads", default=False)
 
 _starts: dict[tuple[int, str], RankStart] = {}
 """What was decided before memory was counted, until the loader is asked for the model: vLLM makes a loader for each occasion."""
@@ -48,35 +56,50 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
         DefaultModelLoader(self.plain_config).download_model(model_config)
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        """Refuse: weights of a running engine may lie in memory that others map.
+        """As vLLM's default loader, unless the weights of this process lie in memory that others map.
 
         Raises:
-            RefusedError: Always.
+            RefusedError: They do.
         """
-        raise RefusedError(
-            "weights that come from torchwcache are shared with other processes and are not written to; start the engine with "
-            "another --load-format to reload or update weights in place",
-            reason="reload",
-            kind="guard",
-        )
+        refuse_write("loading weights into a running model")
+        DefaultModelLoader(self.plain_config).load_weights(model, model_config)
+
+    def get_all_weights(self, model_config: Any, model: nn.Module) -> Any:
+        """As vLLM's default loader, likewise; vLLM reloads in place through this.
+
+        Raises:
+            RefusedError: They do.
+        """
+        refuse_write("reloading weights in place")
+        return DefaultModelLoader(self.plain_config).get_all_weights(model_config, model)
 
     def get_external_weight_memory(self, vllm_config: Any) -> int:
-        """Decide hit or miss under a lease, before vLLM counts memory: what is mapped is charged as if this engine had loaded it."""
+        """Decide hit or miss under a lease, before vLLM counts memory; what is mapped is charged as if this engine had loaded it.
+
+        vLLM calls this since 0.32, on GPUs; before, see ``torchwcache_vllm.memory``.
+        """
         start = self._start(vllm_config, vllm_config.model_config, "")
-        if start is None or not start.decide():
+        if start is None:
+            return 0
+        start.adapter.put_off = True  # type: ignore[attr-defined]
+        if not start.decide():
+            start.adapter.put_off = False  # type: ignore[attr-defined]
             return 0
         return start.report.mapped_nbytes
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
         """Attach or load; all ranks do the same."""
         start = self._start(vllm_config, model_config, prefix)
-        if start is None:
-            return DefaultModelLoader(self.plain_config).load_model(
-                vllm_config=vllm_config, model_config=model_config, prefix=prefix
-            )
-        _starts.pop((id(model_config), prefix), None)
-        attachment = start.finish()
-        guard_worker(attachment)
+        with _loading_for_us():
+            if start is None:
+                loader = DefaultModelLoader(self.plain_config)
+                model: nn.Module = loader.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+                return model
+            _starts.pop((id(model_config), prefix), None)
+            attachment = start.finish()
+            # Memory has been charged for a hit by now: what fails here stops the start, instead of loading beside what is mapped.
+            start.adapter.process(start.cfg, attachment.model)  # type: ignore[attr-defined]
+        guard(attachment)
         return attachment.model.eval()
 
     def _start(self, vllm_config: Any, model_config: Any, prefix: str) -> RankStart | None:
@@ -85,7 +108,7 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
             return known
         if self.options.mode is Mode.OFF:
             return None
-        refusal = refusal_of(vllm_config, self.load_config)
+        refusal = refusal_of(vllm_config, self.load_config) or _version_refusal()
         if refusal:
             if self.options.policies.on_refused.value == "error":
                 raise RefusedError(refusal, reason=refusal, kind="configuration")
@@ -96,7 +119,7 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
             dtype=model_config.dtype,
             device=_device(vllm_config),
             adapter="vllm",
-            role=_role(vllm_config, model_config),
+            role=_role(vllm_config, model_config, prefix),
             parallel=parallelism(vllm_config),
             identity=self.options.identity,
             revision=model_config.revision,
@@ -104,16 +127,50 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
             ignore=self.options.ignore,
             constants=self.options.constants,
         )
-        stage = "loaded" if cfg.device == "cpu" else "finished"
-        adapter = VLLMAdapter(vllm_config, model_config, self.plain_config, prefix=prefix, stage=stage)  # type: ignore[arg-type]
+        adapter = VLLMAdapter(vllm_config, model_config, self.plain_config, prefix=prefix, stage=_stage(cfg.device))
         start = RankStart(cfg, adapter, self.options, ranks_of(vllm_config, self.options.timeout_s), say=logger.info)
         _starts[id(model_config), prefix] = start
         return start
 
 
-def _role(vllm_config: Any, model_config: Any) -> Role:
+@contextlib.contextmanager
+def _loading_for_us() -> Iterator[None]:
+    token = _for_us.set(True)
+    try:
+        yield
+    finally:
+        _for_us.reset(token)
+
+
+def loads_for_us() -> bool:
+    """Whether vLLM's own loader is at work because this one asked it to."""
+    return _for_us.get()
+
+
+@functools.cache
+def _version_refusal() -> str:
+    import vllm
+
+    note, problems = version_note(vllm.__version__), seam_problems()
+    if problems:
+        return f"vLLM {vllm.__version__} has changed where torchwcache plugs in ({'; '.join(problems)}); nothing is published"
+    if parse(vllm.__version__) < OLDEST:
+        return note
+    if note:
+        logger.warning("torchwcache: %s", note)
+    return ""
+
+
+def _stage(device: str) -> Stage:
+    """On the CPU vLLM's kernels keep packed copies of the weights to themselves, so what is shared is what they are packed from."""
+    return "finished" if device != "cpu" or os.environ.get("TORCHWCACHE_VLLM_STAGE") == "finished" else "loaded"
+
+
+def _role(vllm_config: Any, model_config: Any, prefix: str) -> Role:
     speculative = vllm_config.speculative_config
-    return Role.DRAFT if speculative is not None and model_config is speculative.draft_model_config else Role.TARGET
+    if speculative is None:
+        return Role.TARGET
+    return Role.DRAFT if model_config is speculative.draft_model_config or prefix.startswith("draft") else Role.TARGET
 
 
 def _device(vllm_config: Any) -> str:

@@ -1,7 +1,7 @@
 """A real vLLM engine, as a user's program starts one; prints what it did as JSON on the last line of its output.
 
 Run as a script, with a JSON object as its one argument: ``model``, ``options`` for ``vllm.LLM``, ``prompts`` (lists of token ids),
-``tokens`` (how many to make), and ``wait`` (stay up until a line comes in).
+``tokens`` (how many to make), ``wait`` (stay up and do what each line of the input says), ``stop_at`` and ``plain_linear``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,38 @@ import sys
 import time
 
 
+def use_plain_linear() -> None:
+    """Compute linear layers without oneDNN, whose packed weights nobody else can map: as on a GPU, weights stay what they are."""
+    import torch
+    from vllm.model_executor.layers import utils
+
+    utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: None
+    utils.cpu_unquantized_gemm = lambda layer, x, weight, bias=None: torch.nn.functional.linear(x, weight, bias)
+
+
+def stop_at(where: str) -> None:
+    """Say so, and stand still, in the middle of a load or of a publish."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    import torchwcache.producing
+    import torchwcache.production
+
+    def stand_still(*args: object, **kwargs: object) -> None:
+        print("RESULT {}", flush=True)
+        time.sleep(600)
+
+    if where == "load":
+        DefaultModelLoader.load_weights = stand_still  # type: ignore[method-assign]
+    else:
+        torchwcache.production.encode_manifest = stand_still
+
+
 def main() -> None:
     order = json.loads(sys.argv[1])
+    if order.get("plain_linear"):
+        use_plain_linear()
+    if order.get("stop_at"):
+        stop_at(order["stop_at"])
     from vllm import LLM, SamplingParams
 
     options = {
@@ -32,7 +62,8 @@ def main() -> None:
     def generate() -> list[list[int]]:
         sampling = SamplingParams(temperature=0, max_tokens=order.get("tokens", 8), detokenize=False, ignore_eos=True)
         prompts = [{"prompt_token_ids": prompt} for prompt in order.get("prompts", [[1, 2, 3, 4], [7, 6, 5]])]
-        return [list(output.outputs[0].token_ids) for output in engine.generate(prompts, sampling, use_tqdm=False)]
+        # One after the other: how requests are batched changes the rounding.
+        return [list(engine.generate([prompt], sampling, use_tqdm=False)[0].outputs[0].token_ids) for prompt in prompts]
 
     def say(**facts: object) -> None:
         print("RESULT " + json.dumps(facts), flush=True)
