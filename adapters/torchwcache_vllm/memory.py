@@ -57,7 +57,7 @@ def requested_beside(external: int, snapshot: Any, cache_config: Any) -> int:
             f"{cache_config.gpu_memory_utilization} asks for beside the weights that torchwcache maps ({budget / 2**30:.2f} - "
             f"{external / 2**30:.2f} GiB); lower --gpu-memory-utilization, or free memory that other processes use"
         )
-    return requested
+    return int(requested)
 
 
 def _external_nbytes() -> int:

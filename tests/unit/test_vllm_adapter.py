@@ -1,0 +1,241 @@
+"""The parts of the vLLM adapter that can be tested without vLLM; ``tests/vllm`` runs the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchwcache.errors import FingerprintError, RefusedError
+from torchwcache.identity.fingerprint import Fingerprint
+from torchwcache_vllm import guards, identity, memory, versions
+
+
+class Kind(enum.Enum):
+    ONE = 1
+
+
+@dataclasses.dataclass
+class Part:
+    backend: Any = None
+    size: int = 3
+
+
+@dataclasses.dataclass
+class Model:
+    model: str = "/somewhere"
+    dtype: Any = torch.float32
+    max_model_len: int = 128
+    hf_config: Any = dataclasses.field(default_factory=lambda: HFConfig({"hidden_size": 8, "_name_or_path": "/somewhere"}))
+    an_option_of_next_year: bool = False
+
+
+class HFConfig:
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.values
+
+
+@dataclasses.dataclass
+class Config:
+    model_config: Model = dataclasses.field(default_factory=Model)
+    scheduler_config: Any = dataclasses.field(default_factory=object)
+    attention_config: Part = dataclasses.field(default_factory=Part)
+    parallel_config: Any = None
+    a_config_of_next_year: Any = None
+
+
+def fields(**changed: Any) -> Fingerprint:
+    config = Config()
+    for path, value in changed.items():
+        target: Any = config
+        *parents, name = path.split("__")
+        for parent in parents:
+            target = getattr(target, parent)
+        setattr(target, name, value)
+    return Fingerprint.from_fields(identity.config_fields(config, config.model_config))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model_config__model": "/elsewhere"},
+        {"model_config__max_model_len": 64},
+        {"scheduler_config": 7},
+        {"model_config__hf_config": HFConfig({"hidden_size": 8, "_name_or_path": "/elsewhere", "transformers_version": "9"})},
+    ],
+)
+def test_what_does_not_count(changed: dict[str, Any]) -> None:
+    assert fields(**changed) == fields()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model_config__dtype": torch.bfloat16},
+        {"attention_config__backend": Kind.ONE},
+        {"attention_config__size": 4},
+        {"model_config__hf_config": HFConfig({"hidden_size": 9})},
+        {"model_config__an_option_of_next_year": True},
+        {"a_config_of_next_year": Part()},
+        {"a_config_of_next_year": {"x": {1, 2}}},
+    ],
+)
+def test_everything_else_counts(changed: dict[str, Any]) -> None:
+    assert fields(**changed) != fields()
+
+
+def test_the_length_counts_where_it_picks_the_rotary_factors() -> None:
+    rope = HFConfig({"rope_parameters": {"rope_type": "longrope"}})
+    assert fields(model_config__hf_config=rope) != fields(model_config__hf_config=rope, model_config__max_model_len=64)
+
+
+def test_what_cannot_be_named_is_refused() -> None:
+    with pytest.raises(FingerprintError, match=r"a_config_of_next_year\['x'\] is a object"):
+        fields(a_config_of_next_year={"x": object()})
+
+
+def test_variables() -> None:
+    environ = {"VLLM_PORT": "1", "VLLM_USE_DEEP_GEMM": "1", "VLLM_LOGGING_LEVEL": "DEBUG", "HOME": "/", "VLLM_OF_NEXT_YEAR": "x"}
+    assert identity.variables(environ) == {"VLLM_USE_DEEP_GEMM": "1", "VLLM_OF_NEXT_YEAR": "x"}
+
+
+def config(**parts: Any) -> SimpleNamespace:
+    plain: dict[str, Any] = {
+        "parallel_config": SimpleNamespace(enable_eplb=False, data_parallel_size=1),
+        "cache_config": SimpleNamespace(),
+        "device_config": SimpleNamespace(device="cpu"),
+        "offload_config": None,
+    }
+    return SimpleNamespace(**{**plain, **parts})
+
+
+@pytest.mark.parametrize(
+    ("vllm_config", "device", "says"),
+    [
+        (config(), None, ""),
+        (config(), "cpu", ""),
+        (config(), "cuda", "another device"),
+        (config(parallel_config=SimpleNamespace(enable_eplb=True)), None, "--enable-eplb"),
+        (config(parallel_config=SimpleNamespace(enable_elastic_ep=True)), None, "--enable-elastic-ep"),
+        (config(weight_transfer_config={}), None, "--weight-transfer-config"),
+        (config(cache_config=SimpleNamespace(cpu_offload_gb=1.0)), None, "--cpu-offload-gb"),
+        (config(offload_config=SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=1.0))), None, "--cpu-offload-gb"),
+        (config(offload_config=SimpleNamespace(prefetch=SimpleNamespace(offload_group_size=8))), None, "--cpu-offload-gb"),
+        (
+            config(parallel_config=SimpleNamespace(prefill_context_parallel_size=2, data_parallel_size=2)),
+            None,
+            "prefill context parallelism",
+        ),
+    ],
+)
+def test_configurations_that_are_refused(vllm_config: Any, device: str | None, says: str) -> None:
+    refusal = guards.refusal_of(vllm_config, SimpleNamespace(device=device))
+    assert says in refusal
+    assert bool(refusal) is bool(says)
+
+
+class Worker:
+    """As vLLM's worker, as far as guards see it."""
+
+    def __init__(self) -> None:
+        self.did: list[str] = []
+
+    def reload_weights(self, path: str = "") -> None:
+        self.did.append(f"reload {path}")
+
+    def sleep(self, level: int = 1) -> None:
+        self.did.append(f"sleep {level}")
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        self.did.append(f"discard {tags}")
+
+    def execute_model(self) -> None:
+        self.did.append("execute")
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
+    module = ModuleType("vllm.v1.worker.gpu_worker")
+    module.Worker = type("Worker", (Worker,), dict(Worker.__dict__))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module.Worker()  # type: ignore[no-any-return]
+
+
+def attachment(source: str, published: bool) -> Any:
+    return SimpleNamespace(report=SimpleNamespace(source=source, published=published), model=nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(("source", "published"), [("cache", False), ("waited", False), ("disk", True)])
+def test_writes_are_refused_while_the_model_lives(worker: Worker, source: str, published: bool) -> None:
+    shared = attachment(source, published)
+    guards.guard(shared)
+    guards.guard(shared)  # a draft model's
+    for call in (
+        worker.reload_weights,
+        lambda: worker.sleep(2),
+        lambda: worker.sleep(level=2),
+        lambda: worker.discard(("weights",)),
+    ):
+        with pytest.raises(RefusedError, match="shared with other processes"):
+            call()
+    worker.sleep()
+    worker.discard(("kv_cache",))
+    worker.execute_model()
+    assert worker.did == ["sleep 1", "discard ('kv_cache',)", "execute"]
+    del shared.model
+    import gc
+
+    gc.collect()
+    worker.reload_weights("x")
+    assert worker.did[-1] == "reload x"
+
+
+def test_a_model_of_this_process_alone_is_not_guarded(worker: Worker) -> None:
+    alone = attachment("disk", False)
+    guards.guard(alone)
+    worker.reload_weights("x")
+    assert worker.did == ["reload x"]
+    assert alone.model not in guards.shared_models()
+
+
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [
+        ("0.26.0", ""),
+        ("0.32.0+cpu", ""),
+        ("0.33.1rc2.dev7", ""),
+        ("0.25.9", "older"),
+        ("0.34.0", "newer"),
+        ("1.0.0", "newer"),
+        ("dev", "older"),
+    ],
+)
+def test_versions(version: str, says: str) -> None:
+    note = versions.version_note(version)
+    assert says in note
+    assert bool(note) is bool(says)
+
+
+GIB = 1 << 30
+
+
+def snapshot(free: float, total: float = 80) -> SimpleNamespace:
+    return SimpleNamespace(free_memory=int(free * GIB), total_memory=int(total * GIB))
+
+
+def test_the_start_check_asks_for_what_is_needed_beside_the_mapped_weights() -> None:
+    cache = SimpleNamespace(gpu_memory_utilization=0.9)
+    assert memory.requested_beside(60 * GIB, snapshot(free=19), cache) == 72 * GIB - 60 * GIB
+    with pytest.raises(ValueError, match="lower --gpu-memory-utilization"):
+        memory.requested_beside(60 * GIB, snapshot(free=11), cache)
+    with pytest.raises(ValueError, match="beside the weights that torchwcache maps"):
+        memory.requested_beside(73 * GIB, snapshot(free=79), cache)
