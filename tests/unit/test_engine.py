@@ -1,4 +1,4 @@
-"""The ranks of an engine decide together: all attach, or all load. Ranks are threads here; in the engines' tests they are processes."""
+"""The ranks of an engine decide together: all attach, or all load. Ranks are threads here, and processes in the engines' tests."""
 
 from __future__ import annotations
 
