@@ -22,6 +22,7 @@ from torchwcache.engine import EngineOptions, RankStart
 from torchwcache.errors import RefusedError
 from torchwcache_vllm.adapter import Stage, VLLMAdapter
 from torchwcache_vllm.guards import guard, refusal_of, refuse_write
+from torchwcache_vllm.memory import charge_later
 from torchwcache_vllm.ranks import parallelism, ranks_of
 from torchwcache_vllm.versions import OLDEST, parse, seam_problems, version_note
 
@@ -100,6 +101,8 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
             # Memory has been charged for a hit by now: what fails here stops the start, instead of loading beside what is mapped.
             start.adapter.process(start.cfg, attachment.model)  # type: ignore[attr-defined]
         guard(attachment)
+        if attachment.report.source != "disk" and not start.adapter.put_off and start.cfg.device != "cpu":  # type: ignore[attr-defined]
+            charge_later(attachment.report.mapped_nbytes)
         return attachment.model.eval()
 
     def _start(self, vllm_config: Any, model_config: Any, prefix: str) -> RankStart | None:

@@ -1,7 +1,7 @@
-"""Memory accounting of vLLM before 0.32, which asks no loader for weights that lie outside (design D18).
+"""Memory accounting where vLLM does not ask for weights that lie outside (design D18): before 0.32, and for draft models.
 
-There, free memory below ``total * gpu_memory_utilization`` stops the start before any loader runs, although on a hit most of what
-is missing are the very weights that this engine is about to map. And what was resident before vLLM's first look is charged to
+Before 0.32, free memory below ``total * gpu_memory_utilization`` stops the start before any loader runs, although on a hit most of
+what is missing are the very weights that this engine is about to map. And what was resident before vLLM's first look is charged to
 nobody, so that the KV cache would come out larger than on a start from disk.
 """
 
@@ -12,9 +12,10 @@ import math
 import sys
 from typing import Any
 
-__all__ = ["correct_start_check"]
+__all__ = ["charge_later", "correct_start_check", "requested_beside"]
 
 _MARK = "_torchwcache_external"
+_later: list[int] = []
 
 
 def correct_start_check() -> None:
@@ -71,3 +72,24 @@ def _external_nbytes() -> int:
         return 0
     loader = get_model_loader(vllm_config.load_config)
     return int(loader.get_external_weight_memory(vllm_config)) if isinstance(loader, TorchwcacheModelLoader) else 0
+
+
+def charge_later(nbytes: int) -> None:
+    """Take mapped weights that vLLM was not told of when it counted off what it finds free for the KV cache: a draft model's."""
+    worker: Any = getattr(sys.modules.get("vllm.v1.worker.gpu_worker"), "Worker", None)
+    if worker is None:
+        return
+    _later.append(nbytes)
+    original = worker.determine_available_memory
+    if getattr(original, _MARK, False):
+        return
+
+    @functools.wraps(original)
+    def determine_available_memory(self: Any) -> int:
+        found = int(original(self))
+        if self.cache_config.kv_cache_memory_bytes:
+            return found  # the user said how much, and vLLM counted nothing
+        return max(0, found - sum(_later))
+
+    setattr(determine_available_memory, _MARK, True)
+    worker.determine_available_memory = determine_available_memory

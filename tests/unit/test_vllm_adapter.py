@@ -239,3 +239,23 @@ def test_the_start_check_asks_for_what_is_needed_beside_the_mapped_weights() -> 
         memory.requested_beside(60 * GIB, snapshot(free=11), cache)
     with pytest.raises(ValueError, match="beside the weights that torchwcache maps"):
         memory.requested_beside(73 * GIB, snapshot(free=79), cache)
+
+
+def test_mapped_weights_that_vllm_does_not_know_of_are_taken_off_the_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Worker:
+        cache_config = SimpleNamespace(kv_cache_memory_bytes=None)
+
+        def determine_available_memory(self) -> int:
+            return 1000
+
+    module = ModuleType("vllm.v1.worker.gpu_worker")
+    module.Worker = Worker  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(memory, "_later", [])
+    memory.charge_later(300)
+    memory.charge_later(200)
+    assert Worker().determine_available_memory() == 500
+    memory.charge_later(9000)
+    assert Worker().determine_available_memory() == 0
+    Worker.cache_config.kv_cache_memory_bytes = 7  # type: ignore[assignment]
+    assert Worker().determine_available_memory() == 1000

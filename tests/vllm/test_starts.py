@@ -33,9 +33,9 @@ def test_the_same_tokens_and_no_weights_read(kind, run, checkpoints, watch, wait
     assert len({tuple(tokens) for tokens in first}) > 1 or kind == "mla"
 
 
-@pytest.mark.parametrize("kind", ["dense", "tied"])
+@pytest.mark.parametrize("kind", ["dense", "tied", "moe"])
 def test_finished_weights(kind, run, checkpoints):
-    """As on a GPU: what is shared is what vLLM's work after loading left, and a hit does none of it."""
+    """As on a GPU: what is shared is what vLLM's work after loading left; a hit only makes kernels anew (moe)."""
     model, stage = checkpoints(kind), {"TORCHWCACHE_VLLM_STAGE": "finished"}
     without, _ = run(model, plain_linear=True, options={"load_format": "auto"})
     first, lines = run(model, plain_linear=True, environment=stage)
