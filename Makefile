@@ -12,6 +12,7 @@ VENV_FLAGS ?=
 TORCH_SPEC ?= torch -c constraints.txt
 EXTRAS := dev,docs,demo
 JOBS ?= 2
+GPU_JOBS ?= 12
 PYTEST ?=
 
 BIN := $(VENV)/bin
@@ -20,7 +21,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install -qq
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := install
-.PHONY: venv install demo test test-all test-vllm architectures lint format types docs bench check wheel clean
+.PHONY: venv install demo test test-all test-vllm test-gpu architectures lint format types docs bench check wheel clean
 
 venv: $(PY)
 
@@ -69,6 +70,10 @@ $(VLLM_VENV)/.installed: $(PY) pyproject.toml tests/vllm/requirements.py
 	@$(VLLM_PIP) -r $(VLLM_VENV)/requirements.txt
 	@$(VLLM_PIP) --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'psutil>=6' 2>/dev/null
 	@touch $@
+
+# On a machine with an NVIDIA GPU: nothing is skipped there.
+test-gpu: install
+	TORCHWCACHE_REQUIRE_CUDA=1 $(PY) -m pytest -q -n $(GPU_JOBS) -m gpu tests/gpu $(PYTEST)
 
 # Writes docs/architectures.md anew from what comes out.
 architectures: install

@@ -145,17 +145,26 @@ class Harness:
             return worker.step()
 
     def measured(
-        self, function: str, count: int, prepare: Callable[[], Any], /, *, early: bool = True, **arguments: Any
+        self,
+        function: str,
+        count: int,
+        prepare: Callable[[], Any],
+        /,
+        *,
+        early: bool = True,
+        started: Sequence[Worker] = (),
+        **arguments: Any,
     ) -> list[dict[str, Any]]:
         """Run a function of two steps, to get ready and to measure, in ``count`` fresh processes, one after the other.
 
         They get ready side by side: only measuring is done alone. With ``early`` they do so while ``prepare`` makes what they are
-        going to use, which saves seconds and needs the memory of their CUDA contexts meanwhile.
+        going to use, which saves seconds and needs the memory of their CUDA contexts meanwhile. ``started`` are processes that run
+        the function already.
         """
         with contextlib.ExitStack() as stack:
             if not early:
                 prepare()
-            workers = [stack.enter_context(self.worker(function, **arguments)) for _ in range(count)]
+            workers = list(started) or [stack.enter_context(self.worker(function, **arguments)) for _ in range(count)]
             if early:
                 prepare()
             for worker in workers:

@@ -30,15 +30,13 @@ def get_ready(device: str) -> dict[str, Any]:
     """Import everything, make the CUDA context, and say on what."""
     import torch
 
-    import torchwcache.attaching
-    import torchwcache.by_hand
-    import torchwcache.loaders.safetensors
     import torchwcache_nn  # noqa: F401
 
     if device == "cpu":
         return {"ready": True}
-    import torchwcache.memory.cuda  # noqa: F401
+    from torchwcache.memory.select import memory_for
 
+    assert memory_for(device).device_id  # imports the driver's binding, and makes the context
     torch.empty(1, device=device)
     torch.cuda.synchronize()
     properties = torch.cuda.get_device_properties(device)

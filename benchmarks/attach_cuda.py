@@ -8,14 +8,15 @@ not fit twice. Every client checks what it got, after the clock. Needs 135 GiB o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import _cuda_harness
 import _report
-from _cuda_harness import GIB, MIB, VARIANT, Harness, ms
+from _cuda_harness import GIB, MIB, VARIANT, Harness, Worker, ms
 from _report import Table, Target
 
 NAME = Path(__file__).stem
@@ -90,26 +91,44 @@ class Bench:
         self.set_targets()
 
     def case(self, case: Case) -> None:
-        ours, floor = self.ours(case), self.floor(case)
-        ipc = self.ipc(case) if self.harness.on_gpu else None
+        """All sides of a case. Their processes start side by side, which takes longer than all else; they measure one by one."""
+        sides = ("publish", "attach"), ("floor_serve", "floor_attach"), ("ipc_serve", "ipc_attach")
+        with contextlib.ExitStack() as stack:
+            started: dict[str, list[Worker]] = {}
+            for server, client in sides[: 3 if self.harness.on_gpu else 2]:
+                same = self.arguments(server, case)
+                started[server] = [stack.enter_context(self.harness.worker(server, **same))]
+                clients = case.repeats if case.nbytes <= EARLY_NBYTES else 0
+                started[client] = [stack.enter_context(self.harness.worker(client, **same)) for _ in range(clients)]
+            ours = self.ours(case, started)
+            floor = self.served(case, "floor", ("receive", "map", "views"), started)
+            ipc = self.served(case, "ipc", ("receive", "open", "assign"), started) if self.harness.on_gpu else None
         row = {"placed_ms": ours["placed_ms"], "us_per_tensor": ours["us_per_tensor"], "floor_ms": floor["placed_ms"]}
         if ipc is not None:
             row |= {"ipc_ms": ipc["placed_ms"], "times": ipc["placed_ms"] / ours["placed_ms"]}
         self.rows[case] = self.report.add("case", **case.what, **row)
 
+    def arguments(self, server: str, case: Case) -> dict[str, Any]:
+        harness = self.harness
+        same: dict[str, Any] = {"kwargs": case.kwargs, "device": harness.device}
+        if server == "publish":
+            return {**same, "folder": str(harness.folder), "variant": VARIANT}
+        return {**same, "socket_path": str(harness.folder / f"{server.removesuffix('_serve')}.sock")}
+
     # ---- sides -------------------------------------------------------------------------------------------------------------
 
-    def ours(self, case: Case) -> dict[str, Any]:
-        harness = self.harness
-        same = {"folder": str(harness.folder), "kwargs": case.kwargs, "device": harness.device, "variant": VARIANT}
-        with harness.worker("publish", **same) as producer:
+    def ours(self, case: Case, started: Mapping[str, list[Worker]]) -> dict[str, Any]:
+        harness, same = self.harness, self.arguments("publish", case)
+        (producer,) = started["publish"]
+        with producer:
 
             def prepare() -> None:
                 harness.note_gpu(producer.step())
                 published = producer.step()
                 assert published["published"], published
 
-            runs = harness.measured("attach", case.repeats, prepare, early=case.nbytes <= EARLY_NBYTES, **same)
+            early = case.nbytes <= EARLY_NBYTES
+            runs = harness.measured("attach", case.repeats, prepare, early=early, started=started["attach"], **same)
             facts = harness.daemon_facts(producer.process.pid)
         harness.evict()
         assert all(run["tensors"] == case.tensors for run in runs), runs
@@ -129,25 +148,19 @@ class Bench:
         self.report.add("daemon", **case.what, **facts)
         return row
 
-    def floor(self, case: Case) -> dict[str, Any]:
-        return self.served(case, "floor", ("receive", "map", "views"))
-
-    def ipc(self, case: Case) -> dict[str, Any]:
-        return self.served(case, "ipc", ("receive", "open", "assign"))
-
-    def served(self, case: Case, side: str, phases: Sequence[str]) -> dict[str, Any]:
+    def served(self, case: Case, side: str, phases: Sequence[str], started: Mapping[str, list[Worker]]) -> dict[str, Any]:
         """A side with a server of its own."""
-        harness = self.harness
-        path = harness.folder / f"{side}.sock"
-        path.unlink(missing_ok=True)
-        same = {"socket_path": str(path), "kwargs": case.kwargs, "device": harness.device}
-        with harness.worker(f"{side}_serve", **same) as server:
+        harness, same = self.harness, self.arguments(f"{side}_serve", case)
+        Path(same["socket_path"]).unlink(missing_ok=True)
+        (server,) = started[f"{side}_serve"]
+        with server:
 
             def prepare() -> None:
                 server.step()
                 server.step()
 
-            runs = harness.measured(f"{side}_attach", case.repeats, prepare, early=case.nbytes <= EARLY_NBYTES, **same)
+            early, clients = case.nbytes <= EARLY_NBYTES, started[f"{side}_attach"]
+            runs = harness.measured(f"{side}_attach", case.repeats, prepare, early=early, started=clients, **same)
         values = {f"{name}_ms": [ms(run[f"{name}_s"]) for run in runs] for name in (*phases, "placed")}
         values["us_per_tensor"] = [run["placed_s"] / case.tensors * 1e6 for run in runs]
         return harness.row(side, case.what, values)

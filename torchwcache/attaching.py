@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ from torchwcache.module.rebind import rebind
 from torchwcache.producing import Production
 from torchwcache.production import UNUSABLE, Heartbeat, attach_from_disk, make_room, needed_nbytes
 from torchwcache.quantization.registry import check_config
+from torchwcache.wire.descriptors import widen_table
 from torchwcache.wire.messages import Attach, Hit, Miss, OtherEntry, Produce, Refused, Waiting
 
 if TYPE_CHECKING:
@@ -75,6 +77,11 @@ class Answer:
     provisional: bool
 
 
+@functools.cache
+def _widen_table_once() -> None:
+    widen_table()
+
+
 def attach_through_daemon(cfg: ModelConfig, options: AttachOptions) -> Attachment:
     """The whole of ``WeightCache.attach`` in the modes ``client`` and ``daemon``."""
     return Attaching(cfg, options).run()
@@ -105,6 +112,7 @@ class Attaching:
         Args:
             scratch: A live module of this model exists in the process already (design D11).
         """
+        _widen_table_once()
         with self.report.phase("device"):
             self.device_id = self.memory.device_id  # on a GPU this makes the process's context, if it has none yet
         with self.report.phase("build"), one_at_a_time():
@@ -247,6 +255,8 @@ class Attaching:
                 done = rebind(self.built, manifest, segments, device=self.memory.device, requires_grad=self.options.requires_grad)
                 for segment in segments:
                     segment.settle()
+                if done.copied_nbytes:
+                    self.memory.finish_copies()
                 self.adapter.prepare(self.cfg, self.built)
         except (RebindError, ManifestError, SegmentError, EncodingError) as error:
             return self.unfit(error)

@@ -11,7 +11,6 @@ from typing import Literal
 
 import msgspec
 
-from torchwcache.collection import collection_paused
 from torchwcache.encoding import Value, VBool, VFloat, VInt, VObject, VStr, VTensor, VTupleLike, VWeakref
 from torchwcache.errors import ManifestError
 
@@ -67,10 +66,11 @@ class StorageSpec(_Spec, frozen=True):
 class TensorSpec(_Spec, frozen=True):
     """One tensor object.
 
-    ``storage`` is -1 for a tensor without bytes. ``offset`` and ``stride`` count elements. ``cls`` is ``""`` for
-    ``torch.Tensor``, ``"Parameter"`` for ``torch.nn.Parameter``, else ``"module:qualname"``. ``flags`` may hold ``conj`` and
-    ``neg``. ``attributes`` are the entries of the tensor's ``__dict__`` that are carried by value; those in ``inherited`` are
-    taken over from the tensor that the build put in the same place (bound ``weight_loader`` methods and the like).
+    ``storage`` is -1 for a tensor without bytes, -2 for one in host memory although the entry lies on a device. ``offset`` and
+    ``stride`` count elements. ``cls`` is ``""`` for ``torch.Tensor``, ``"Parameter"`` for ``torch.nn.Parameter``, else
+    ``"module:qualname"``. ``flags`` may hold ``conj`` and ``neg``. ``attributes`` are the entries of the tensor's ``__dict__`` that
+    are carried by value; those in ``inherited`` are taken over from the tensor that the build put in the same place (bound
+    ``weight_loader`` methods and the like).
     """
 
     storage: int
@@ -201,8 +201,7 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
         ManifestError: Malformed bytes, wrong types, unknown fields, or another manifest version.
     """
     try:
-        with collection_paused():
-            manifest = _decoder.decode(data)
+        manifest = _decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ManifestError(f"malformed manifest: {error}", path="$") from error
     if manifest.version != MANIFEST_VERSION:
@@ -268,7 +267,7 @@ def _validate_tensors(manifest: Manifest) -> None:
                     f"elements {offset}..{offset + reach} of {itemsize} bytes lie outside storage {storage} "
                     f"of {nbytes[storage]} bytes",
                 )
-        elif storage != -1:
+        elif storage not in (-1, -2):
             _fail(f"$.tensors[{i}].storage", f"no storage {storage}")
         elif reach:
             _fail(f"$.tensors[{i}].storage", f"a tensor of shape {tensor.shape} needs a storage")

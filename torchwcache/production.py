@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,7 @@ UNUSABLE = (DaemonError, SegmentError)
 """What makes the cache, as opposed to the model, unusable."""
 
 _HEARTBEAT_S = 5.0
+_FREED_WITHIN_S = 5.0
 
 
 def refusal_kind(error: Exception) -> str:
@@ -165,7 +167,10 @@ def make_room(connection: DaemonConnection, memory: Memory, nbytes: int) -> None
     freed = connection.make_room(memory.device_id, nbytes=nbytes - available)
     if freed.freed:
         logger.info("evicted %d unleased entries (%d bytes) to make room", len(freed.freed), freed.nbytes)
-    available = memory.available_nbytes()
+    # A GPU's driver gives memory back a little after the last descriptor was closed.
+    deadline = time.monotonic() + (_FREED_WITHIN_S if freed.freed else 0.0)
+    while (available := memory.available_nbytes()) < nbytes and time.monotonic() < deadline:
+        time.sleep(0.01)
     if available < nbytes:
         raise SegmentMemoryError(
             f"{nbytes} bytes are needed to publish and {available} are available on {memory.device_id}; nothing was published",

@@ -120,9 +120,7 @@ class AdapterConformance:
             result = adapter.load(cfg, _context(memory, writer))
             assert not find_meta_tensors(result.module)
             rules = adapter.rules(cfg, result.module)
-            rules = dataclasses.replace(
-                rules, ignore={**rules.ignore, **cfg.ignore}, constants=(*rules.constants, *cfg.constants)
-            )
+            rules = dataclasses.replace(rules, ignore={**rules.ignore, **cfg.ignore}, constants=(*rules.constants, *cfg.constants))
             captured = capture(result.module, built, device=memory.device, rules=rules, construction=how)  # type: ignore[arg-type]
             placements = pack(captured, writer)
             fds = [segment.seal() for segment in writer.segments]

@@ -107,7 +107,7 @@ def test_memory_for_names_the_device() -> None:
     if torch.cuda.is_available():
         assert memory_for("cuda").kind == "cuda"
     else:
-        with pytest.raises(ConfigError, match="device='cuda:0': (this torch was built without CUDA|torch sees no CUDA device)"):
+        with pytest.raises(ConfigError, match=r"device='cuda:0': (this torch was built without CUDA|torch sees no CUDA device)"):
             memory_for("cuda:0")
     with pytest.raises(ConfigError, match='"cpu"'):
         memory_for("mps")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import types
 from collections.abc import Iterator
@@ -109,6 +110,19 @@ def test_an_object_that_the_build_does_not_make() -> None:
     publication = Publication(capture_loaded(build().eval(), build))
     with pytest.raises(RebindError, match="is a builtins:int here"):
         rebind_to(publication, build_meta(lambda: build(there=False)))
+
+
+@pytest.mark.parametrize("mine", [(True, 2), (1.0, 2), (1, 2, 3), [1, 2], (1, torch.zeros(2, device="meta")), (), (1, (2,))])
+def test_a_tuple_is_equal_when_its_items_are_of_the_same_types(mine: Any) -> None:
+    def build(size: Any = (1, 2)) -> nn.Module:
+        module = nn.Linear(2, 2)
+        module.size = size
+        return module
+
+    publication = Publication(capture_loaded(build().eval(), build))
+    rebind_to(publication, build_meta(lambda: build(tuple(json.loads("[1, 2]")))))
+    with pytest.raises(RebindError, match="size: is "):
+        rebind_to(publication, build_meta(lambda: build(mine)))
 
 
 def test_a_value_that_only_torch_can_read_may_not_be_missing() -> None:

@@ -32,7 +32,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--build-meta", metavar="MODULE:NAME", help="makes the module on the meta device, where --build cannot")
     model.add_argument("--finalize", metavar="MODULE:NAME", help="called with the loaded module before it is published")
     model.add_argument("--dtype", help="floating dtype, such as bfloat16 (default: the model's own)")
-    model.add_argument("--device", default="cpu", help="where the weights live (default: cpu)")
+    model.add_argument("--device", default="cpu", help="where the weights live: cpu, cuda or cuda:N (default: cpu)")
     model.add_argument("--override", action="append", default=[], metavar="NAME=JSON", help="change the model's config; repeatable")
     model.add_argument("--quantization", metavar="METHOD", help="an allow-listed method (default: as the checkpoint says)")
     model.add_argument("--role", choices=[role.value for role in Role], default=Role.TARGET.value, help="default: target")

@@ -154,5 +154,8 @@ class Memory(Protocol):
     def synchronize(self) -> None:
         """Wait until everything that this process started on the device is done."""
 
+    def finish_copies(self) -> None:
+        """Wait for the copies that this thread just made out of segments, so that they can be used on any stream."""
+
     def release_freed(self) -> None:
         """Return memory that was freed by this process to the system, as far as its allocator can."""

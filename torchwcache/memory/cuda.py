@@ -24,7 +24,7 @@ from torchwcache.config import Access
 from torchwcache.errors import ConfigError, SegmentError, SegmentMemoryError
 from torchwcache.memory.base import Seen
 from torchwcache.memory.cuda_driver import CudaDevice, load_driver
-from torchwcache.memory.cuda_mapping import CudaMapping, Unmapping, create_segment, map_segment
+from torchwcache.memory.cuda_mapping import CudaMapping, Reservation, Unmapping, create_segment, map_segments
 from torchwcache.memory.staging import StagedReads
 
 __all__ = ["CudaMappedSegment", "CudaMemory", "CudaWritableSegment", "cuda_device"]
@@ -39,6 +39,8 @@ _SEGMENTS_WANTED = 32
 _FIRST_ADDRESS, _LAST_ADDRESS = 0x300000000000, 0x500000000000
 """Where segments are put: 32 TiB in which neither the heap, nor libraries, nor torch's allocators lie, whose addresses the driver
 chooses near the top of the address space. So the same address is free in the next process too."""
+_ADDRESSES_NBYTES = 512 * _GIB
+"""How many a producer reserves, so that all its segments are neighbours. They cost nothing."""
 
 _RESERVE_SHARE = 256
 _RESERVE_MAX_NBYTES = 512 * _MIB
@@ -110,9 +112,10 @@ class CudaWritableSegment:
     """GPU memory that this process is filling. Made by :meth:`CudaMemory.allocate`."""
 
     def __init__(self, fd: int, mapping: CudaMapping, memory: CudaMemory) -> None:
-        self._fd, self._memory = fd, memory
-        self._mapping: CudaMapping | None = mapping
+        self._memory = memory
         self._storage: torch.UntypedStorage | None = _whole(mapping, memory.device)
+        self._fd = fd
+        self._mapping: CudaMapping | None = mapping  # from here on the descriptor is this object's to close
         self._nbytes, self._address = mapping.nbytes, mapping.address
         self._sealed = False
 
@@ -186,16 +189,17 @@ class CudaWritableSegment:
 class _Opening:
     """Makes mapped segments readable in a thread of its own: the driver writes page tables meanwhile, and Python makes tensors."""
 
-    def __init__(self, mappings: Sequence[CudaMapping]) -> None:
-        self._mappings = list(mappings)
+    def __init__(self, device: CudaDevice, ranges: Sequence[tuple[int, int]], mappings: Sequence[CudaMapping]) -> None:
+        self._device, self._ranges = device, ranges
+        self._mappings = list(mappings)  # so that they stay while this runs
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = threading.Thread(target=self._run, name="torchwcache-open", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            for mapping in self._mappings:
-                mapping.set_access(writable=False)
+            for address, nbytes in self._ranges:
+                self._device.set_access(address, nbytes, writable=False)
         except BaseException as error:  # the top of a thread: whoever waits gets it
             self._error = error
 
@@ -212,10 +216,11 @@ class _Opening:
 class CudaMappedSegment:
     """A committed piece of GPU memory, mapped read-only into this process. Made by :meth:`CudaMemory.map_all`."""
 
-    __slots__ = ("_opening", "_storage", "address")
+    __slots__ = ("_metadata", "_opening", "_storage", "address")
 
     def __init__(self, storage: torch.UntypedStorage, address: int, opening: _Opening | None) -> None:
         self._storage, self.address, self._opening = storage, address, opening
+        self._metadata: dict[str, Any] = {"storage_offset": 0, "device": storage.device}
 
     @property
     def nbytes(self) -> int:
@@ -248,12 +253,23 @@ class CudaMappedSegment:
 
         Does not wait for :meth:`settle`, before which nobody may read it.
         """
-        storage = self._storage
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage[offset : offset + nbytes], 0, shape, stride)
+        # What a slice of a storage is: see ``_tensor``. This is the hot loop of an attach, and torch's own way to make a tensor
+        # over a storage (for replaying CUDA graphs, ``torch/_inductor/cudagraph_trees.py``) takes half the time of ``set_``.
+        metadata = self._metadata
+        metadata["dtype"], metadata["size"], metadata["stride"] = dtype, shape, stride
+        return _make_view(metadata, self._storage[offset : offset + nbytes])
 
     def is_modified(self, offset: int, nbytes: int) -> bool:
         """Never: a write fails."""
         return False
+
+
+def _set_view(metadata: dict[str, Any], storage: torch.UntypedStorage) -> torch.Tensor:
+    empty = torch.empty(0, dtype=metadata["dtype"], device=metadata["device"])
+    return empty.set_(storage, 0, metadata["size"], metadata["stride"])
+
+
+_make_view = getattr(torch._C, "_construct_CUDA_Tensor_From_Storage_And_Metadata", _set_view)
 
 
 def _tensor(storage: torch.UntypedStorage, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
@@ -281,9 +297,14 @@ class CudaMemory:
     def __init__(self, device: str | torch.device = "cuda") -> None:
         wanted = torch.device(device)
         if torch.version.hip is not None:
-            raise ConfigError(f"device={str(device)!r}: this is torch for ROCm, on whose GPUs nothing can be cached yet")
+            raise ConfigError(
+                f"device={str(device)!r}: this is torch for ROCm, on whose GPUs nothing can be cached yet: use mode=off"
+            )
         if not torch.cuda.is_available():
-            why = "this torch was built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
+            if torch.version.cuda is None:
+                why = "this torch was built without CUDA: install one that was built with it"
+            else:
+                why = "torch sees no CUDA device: see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
             raise ConfigError(f"device={str(device)!r}: {why}")
         index = torch.cuda.current_device() if wanted.index is None else wanted.index
         if index >= torch.cuda.device_count():
@@ -291,7 +312,8 @@ class CudaMemory:
         self._torch_device = torch.device("cuda", index)
         self._reads = StagedReads(self._torch_device)
         # By chance, so that two entries in one process rarely want the same place; clients ask for the producer's.
-        self._next_address = random.SystemRandom().randrange(_FIRST_ADDRESS, _LAST_ADDRESS, _GIB)
+        self._first_address = random.SystemRandom().randrange(_FIRST_ADDRESS, _LAST_ADDRESS, _GIB)
+        self._addresses: Reservation | None = None
 
     @property
     def device(self) -> torch.device:
@@ -353,8 +375,9 @@ class CudaMemory:
                 nbytes=size,
                 available=max(available, 0),
             )
-        fd, mapping = create_segment(self._device, size, _unmapping, wish=self._next_address)
-        self._next_address += -(-mapping.reserved_nbytes // _GIB) * _GIB
+        if self._addresses is None:
+            self._addresses = Reservation(self._device, _ADDRESSES_NBYTES, self._first_address)
+        fd, mapping = create_segment(self._device, size, _unmapping, within=self._addresses)
         try:
             segment = CudaWritableSegment(fd, mapping, self)
         except BaseException:
@@ -377,18 +400,13 @@ class CudaMemory:
         Raises:
             SegmentError: A descriptor does not lead to memory of exactly that size on this device.
         """
-        wishes = addresses or [0] * len(fds)
-        with self._device.current():
-            mappings = [
-                map_segment(self._device, fd, nbytes, _unmapping, wish=wish)
-                for fd, nbytes, wish in zip(fds, sizes, wishes, strict=True)
-            ]
-        opening = _Opening(mappings)
+        mappings, ranges = map_segments(self._device, fds, sizes, _unmapping, wishes=addresses)
+        opening = _Opening(self._device, ranges, mappings)
         return [CudaMappedSegment(_whole(mapping, self.device), mapping.address, opening) for mapping in mappings]
 
     def map(self, fd: int, nbytes: int, *, access: Access = Access.COPY_ON_WRITE, address: int = 0) -> CudaMappedSegment:
         """:meth:`map_all` for one segment."""
-        return self.map_all([fd], [nbytes], access=access, addresses=[address])[0]
+        return self.map_all([fd], [nbytes], access=access, addresses=[address] if address else [])[0]
 
     def size_of(self, fd: int, stated: int) -> int:
         """``stated``: no call tells the size behind a descriptor, but the driver maps only whole allocations (:meth:`map_all`)."""
@@ -415,6 +433,11 @@ class CudaMemory:
         if _is_capturing(self._device):
             raise SegmentError(f"a CUDA graph is being captured on {self.device}: publish before or after that")
         self._device.synchronize()
+
+    def finish_copies(self) -> None:
+        """Wait for the thread's current stream, unless it is being captured: then whoever captures has said in which order."""
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(self.device).synchronize()
 
     def release_freed(self) -> None:
         """Return memory that was freed by this process to the device (``torch.cuda.empty_cache``)."""

@@ -94,7 +94,9 @@ class CudaDevice:
     @property
     def uuid(self) -> str:
         """The device's UUID (a MIG instance's own), the same in every process whatever devices it sees and in which order."""
-        return str(uuid.UUID(bytes=bytes(self._call("cuDeviceGetUuid", self._device).bytes)))
+        # In CUDA 12 the first version of the call answers for the whole GPU under MIG; in CUDA 13 there is only the second.
+        name = "cuDeviceGetUuid_v2" if hasattr(self._driver, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
+        return str(uuid.UUID(bytes=bytes(self._call(name, self._device).bytes)))
 
     # ---- physical memory -----------------------------------------------------------------------------------------------------
 
@@ -247,7 +249,8 @@ class CudaDevice:
             code = str(getattr(result, "name", result))
             text = f"{name} failed on CUDA device {self.ordinal}: {code}"
             if code == "CUDA_ERROR_OUT_OF_MEMORY":
-                raise SegmentMemoryError(f"{text} ({nbytes} bytes); nothing was published", nbytes=nbytes, call=name, code=code)
+                wanted = "" if nbytes is None else f" ({nbytes} bytes)"
+                raise SegmentMemoryError(f"{text}{wanted}; nothing was published", nbytes=nbytes, call=name, code=code)
             raise CudaError(text, call=name, code=code)
         return values[0] if len(values) == 1 else tuple(values)
 

@@ -18,18 +18,76 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torchwcache.errors import CudaError, SegmentError
 from torchwcache.memory.cuda_driver import CudaDevice
 
-__all__ = ["CudaMapping", "Unmapping", "create_segment", "map_segment"]
+__all__ = ["CudaMapping", "Reservation", "Unmapping", "create_segment", "map_segments"]
 
-_LEAST_RESERVED = 2 << 30
+_LEAST_RESERVED_NBYTES = 2 << 30
 """The driver places small reservations within ranges of its own, whatever address is wished for; large ones where they are wanted.
 Addresses cost nothing: there are 128 TiB of them."""
 _LOOK_AGAIN_S = 0.05
+
+
+class Reservation:
+    """Addresses that nobody else in this process gets, and that lead nowhere until something is mapped there.
+
+    Mappings within it refer to it: it is given back after the last of them.
+
+    Args:
+        device: Whose memory will be mapped there.
+        nbytes: How many addresses.
+        wish: Where, if that is free; 0 for anywhere.
+    """
+
+    __slots__ = ("_mapped", "_pid", "_taken", "_unused", "address", "device", "nbytes")
+
+    def __init__(self, device: CudaDevice, nbytes: int, wish: int = 0) -> None:
+        self.device, self.nbytes = device, max(nbytes, _LEAST_RESERVED_NBYTES)
+        self._pid, self._taken = os.getpid(), 0
+        self._mapped: list[None] = []  # one for each mapping: appending and popping are atomic, which counting is not
+        self._unused = False
+        self.address: int | None = None
+        self.address = device.reserve(self.nbytes, wish)
+
+    def take(self, nbytes: int) -> int | None:
+        """The next ``nbytes`` addresses, or ``None`` when there are not so many left."""
+        if self.address is None or self._taken + nbytes > self.nbytes:
+            return None
+        self._taken += nbytes
+        return self.address + self._taken - nbytes
+
+    def enter(self) -> None:
+        """Something is mapped here."""
+        self._mapped.append(None)
+
+    def leave(self) -> None:
+        """One mapping less."""
+        with contextlib.suppress(IndexError):  # called by finalizers, which must not raise
+            self._mapped.pop()
+        if self._unused and not self._mapped:
+            self.close()
+
+    def close(self) -> None:
+        """Give the addresses back, at which nothing may be mapped any more. Idempotent."""
+        address, self.address = self.address, None
+        if address is not None and os.getpid() == self._pid:  # in a forked child the context is the parent's, and unusable
+            # A context that a faulty kernel has destroyed refuses everything; its addresses go with the process.
+            with contextlib.suppress(SegmentError):
+                self.device.free_addresses(address, self.nbytes)
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # A garbage collection finalizes a cycle in any order: mappings within may still be there, and the last one closes this.
+        self._unused = True
+        try:
+            if not self._mapped:
+                self.close()
+        except Exception:
+            if not is_finalizing():  # then modules lose their names
+                raise
 
 
 class Unmapping:
@@ -41,7 +99,7 @@ class Unmapping:
 
     def __init__(self, is_capturing: Callable[[CudaDevice], bool]) -> None:
         self._is_capturing = is_capturing
-        self._pending: collections.deque[tuple[CudaDevice, int, int, int]] = collections.deque()
+        self._pending: collections.deque[tuple[Reservation, int, int]] = collections.deque()
         self._busy = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -49,9 +107,9 @@ class Unmapping:
         """How many mappings wait."""
         return len(self._pending)
 
-    def add(self, device: CudaDevice, address: int, nbytes: int, reserved_nbytes: int) -> None:
+    def add(self, reservation: Reservation, address: int, nbytes: int) -> None:
         """Give a mapping back now, or as soon as it can be. Never raises: it is called by finalizers."""
-        self._pending.append((device, address, nbytes, reserved_nbytes))
+        self._pending.append((reservation, address, nbytes))
         if not self.drain() and not sys.is_finalizing():  # a process that ends gives everything back by itself
             self._start_thread()
 
@@ -68,31 +126,35 @@ class Unmapping:
 
     def _drain_locked(self) -> bool:
         waiting = []
-        synchronized: set[int] = set()
         while self._pending:
-            device, address, nbytes, reserved_nbytes = item = self._pending.popleft()
-            if device.ordinal not in synchronized:
-                if not self._wait_for_kernels(device):
+            # Only what is there before the wait: others may start kernels, and let go, in the middle of this.
+            found = [self._pending.popleft() for _ in range(len(self._pending))]
+            devices = {reservation.device.ordinal: reservation.device for reservation, _, _ in found}
+            idle = {ordinal for ordinal, device in devices.items() if self._wait_for_kernels(device)}
+            for item in found:
+                if item[0].device.ordinal in idle:
+                    self._give_back(*item)
+                else:
                     waiting.append(item)
-                    continue
-                synchronized.add(device.ordinal)
-            # A context that a faulty kernel has destroyed refuses everything; its addresses go with the process.
-            with contextlib.suppress(SegmentError):
-                device.unmap(address, nbytes)
-                device.free_addresses(address, reserved_nbytes)
         self._pending.extend(waiting)
         return not waiting
 
+    @staticmethod
+    def _give_back(reservation: Reservation, address: int, nbytes: int) -> None:
+        with contextlib.suppress(SegmentError):  # as in Reservation.close
+            reservation.device.unmap(address, nbytes)
+        reservation.leave()
+
     def _wait_for_kernels(self, device: CudaDevice) -> bool:
-        try:
-            if self._is_capturing(device):
-                return False
-            device.synchronize()
-        except CudaError as error:
-            # A capture began in between, or on a stream that torch does not know.
-            return not error.code.startswith("CUDA_ERROR_STREAM_CAPTURE")
-        except SegmentError:
-            pass
+        """Whether nothing can be using the device's mappings any more."""
+        for may_not_be in (self._is_capturing, CudaDevice.synchronize):
+            try:
+                if may_not_be(device):
+                    return False
+            except (SegmentError, RuntimeError) as error:
+                # A capture began in between, or on a stream that torch does not know; a dead context refuses everything.
+                if getattr(error, "code", "").startswith("CUDA_ERROR_STREAM_CAPTURE"):
+                    return False
         return True
 
     def _start_thread(self) -> None:
@@ -105,82 +167,126 @@ class Unmapping:
         pause = threading.Event()
         while not self.drain():
             pause.wait(_LOOK_AGAIN_S)
+        self._thread = None  # from here on whoever adds something starts another one
+        if not self.drain():
+            self._start_thread()
 
 
 class CudaMapping:
     """Addresses that lead to one segment. Whoever refers to this object keeps them, as every tensor over them does."""
 
-    __slots__ = ("__weakref__", "_device", "_pid", "_unmapping", "address", "nbytes", "reserved_nbytes")
+    __slots__ = ("__weakref__", "_pid", "_reservation", "_unmapping", "address", "nbytes")
 
-    def __init__(self, device: CudaDevice, address: int, nbytes: int, reserved_nbytes: int, unmapping: Unmapping) -> None:
-        self.address, self.nbytes, self.reserved_nbytes = address, nbytes, reserved_nbytes
-        self._device, self._unmapping = device, unmapping
+    def __init__(self, reservation: Reservation, address: int, nbytes: int, unmapping: Unmapping) -> None:
+        self.address, self.nbytes = address, nbytes
+        self._reservation, self._unmapping = reservation, unmapping
         self._pid = os.getpid()
+        reservation.enter()
 
     def set_access(self, *, writable: bool) -> None:
         """Change what this process may do there; addresses stay."""
-        self._device.set_access(self.address, self.nbytes, writable=writable)
+        self._reservation.device.set_access(self.address, self.nbytes, writable=writable)
 
     def __del__(self, getpid: Callable[[], int] = os.getpid, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # In a forked child the context is the parent's, and unusable.
         if getpid() != self._pid:
             return
         try:
-            self._unmapping.add(self._device, self.address, self.nbytes, self.reserved_nbytes)
+            self._unmapping.add(self._reservation, self.address, self.nbytes)
         except Exception:
             # While the interpreter ends, modules lose their names; the process's end unmaps what this could not.
             if not is_finalizing():
                 raise
 
 
-def create_segment(device: CudaDevice, nbytes: int, unmapping: Unmapping, *, wish: int = 0) -> tuple[int, CudaMapping]:
+def create_segment(
+    device: CudaDevice, nbytes: int, unmapping: Unmapping, *, within: Reservation | None = None
+) -> tuple[int, CudaMapping]:
     """Allocate memory with a descriptor, and map it for writing; returns both. What fails leaves nothing behind.
 
     Args:
         device: Where.
         nbytes: A multiple of the device's granularity.
         unmapping: Gives the addresses back in the end.
-        wish: The address to map it at, if that is free; 0 for any.
+        within: Where to map it, if there is room; in a reservation of its own otherwise.
 
     Raises:
         SegmentMemoryError: The device has no memory left.
         FileLimitError: There are no descriptors left.
         CudaError: Anything else that the driver says.
     """
-    with contextlib.ExitStack() as undo:
+    with device.current(), contextlib.ExitStack() as undo:
         handle = device.create(nbytes)
         with contextlib.ExitStack() as release:
             release.callback(device.release, handle)  # in any case: descriptor and mapping keep the memory
             fd = device.export(handle)
             undo.callback(os.close, fd)
-            address, reserved_nbytes = _map(device, handle, nbytes, wish, undo)
+            address = within.take(nbytes) if within is not None else None
+            if within is None or address is None:
+                within = Reservation(device, nbytes)
+                undo.callback(within.close)
+                address = within.take(nbytes)
+                assert address is not None
+            _map(device, address, nbytes, handle, undo)
             device.set_access(address, nbytes, writable=True)
         undo.pop_all()
-    return fd, CudaMapping(device, address, nbytes, reserved_nbytes, unmapping)
+    return fd, CudaMapping(within, address, nbytes, unmapping)
 
 
-def map_segment(device: CudaDevice, fd: int, nbytes: int, unmapping: Unmapping, *, wish: int = 0) -> CudaMapping:
-    """Map a committed segment. It can be read after ``set_access``. What fails leaves nothing behind; ``fd`` is not consumed.
+def map_segments(
+    device: CudaDevice, fds: Sequence[int], sizes: Sequence[int], unmapping: Unmapping, *, wishes: Sequence[int] = ()
+) -> tuple[list[CudaMapping], list[tuple[int, int]]]:
+    """Map committed segments. What fails leaves nothing behind; descriptors are not consumed.
+
+    Segments that are neighbours where they are wanted become neighbours, wherever that is: one call makes them readable.
+
+    Args:
+        device: Where they lie.
+        fds: Their descriptors.
+        sizes: Their sizes in bytes.
+        unmapping: Gives the addresses back in the end.
+        wishes: The address for each; empty for any.
+
+    Returns:
+        The mappings, and the ranges ``(address, nbytes)`` that are to be made readable by :meth:`CudaDevice.set_access`.
 
     Raises:
-        SegmentError: The descriptor does not lead to memory of exactly ``nbytes`` bytes on this device.
+        SegmentError: A descriptor does not lead to memory of exactly that many bytes on this device.
     """
-    with contextlib.ExitStack() as undo:
-        handle = device.import_fd(fd)
-        with contextlib.ExitStack() as release:
-            release.callback(device.release, handle)
-            if (where := device.location(handle)) != device.ordinal:
-                raise SegmentError(f"a segment lies on CUDA device {where}, its entry says device {device.ordinal}", nbytes=nbytes)
-            address, reserved_nbytes = _map(device, handle, nbytes, wish, undo)
+    mapped: list[tuple[Reservation, int, int]] = []
+    ranges: list[tuple[int, int]] = []
+    with device.current(), contextlib.ExitStack() as undo:
+        for first, last in _runs(sizes, wishes):
+            reservation = Reservation(device, sum(sizes[first:last]), wishes[first] if wishes else 0)
+            undo.callback(reservation.close)
+            for fd, nbytes in zip(fds[first:last], sizes[first:last], strict=True):
+                address = reservation.take(nbytes)
+                assert address is not None
+                handle = device.import_fd(fd)
+                with contextlib.ExitStack() as release:
+                    release.callback(device.release, handle)
+                    if (where := device.location(handle)) != device.ordinal:
+                        raise SegmentError(
+                            f"a segment lies on CUDA device {where}, its entry says device {device.ordinal}", nbytes=nbytes
+                        )
+                    _map(device, address, nbytes, handle, undo)
+                mapped.append((reservation, address, nbytes))
+            assert reservation.address is not None
+            ranges.append((reservation.address, sum(sizes[first:last])))
         undo.pop_all()
-    return CudaMapping(device, address, nbytes, reserved_nbytes, unmapping)
+    return [CudaMapping(*item, unmapping) for item in mapped], ranges
 
 
-def _map(device: CudaDevice, handle: Any, nbytes: int, wish: int, undo: contextlib.ExitStack) -> tuple[int, int]:
-    """Reserve addresses and map; returns where, and how many bytes are reserved. ``undo`` takes both back."""
-    reserved_nbytes = max(nbytes, _LEAST_RESERVED)
-    address = device.reserve(reserved_nbytes, wish)
-    undo.callback(device.free_addresses, address, reserved_nbytes)
+def _runs(sizes: Sequence[int], wishes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where each run of neighbours begins, and one past where it ends."""
+    first = 0
+    for i in range(1, len(sizes) + 1):
+        if i == len(sizes) or (wishes and wishes[i] != wishes[i - 1] + sizes[i - 1]):
+            yield first, i
+            first = i
+
+
+def _map(device: CudaDevice, address: int, nbytes: int, handle: Any, undo: contextlib.ExitStack) -> None:
     try:
         device.map(address, nbytes, handle)
     except CudaError as error:
@@ -189,4 +295,3 @@ def _map(device: CudaDevice, handle: Any, nbytes: int, wish: int, undo: contextl
             nbytes=nbytes,
         ) from error
     undo.callback(device.unmap, address, nbytes)
-    return address, reserved_nbytes

@@ -406,6 +406,9 @@ class HostMemory:
     def synchronize(self) -> None:
         """Nothing is ever under way on the host."""
 
+    def finish_copies(self) -> None:
+        """Copies are done when they were made."""
+
     def release_freed(self) -> None:
         """Return memory that was freed by this process to the system (``malloc_trim``, where the C library has it)."""
         if hasattr(_libc, "malloc_trim"):

@@ -173,7 +173,7 @@ def _tensor_specs(pairing: Pairing, groups: list[StorageGroup]) -> tuple[tuple[T
     storage_of: dict[int, int] = {member: number for number, group in enumerate(groups) for member in group.members}
     specs, problems = [], []
     for index, tensor in enumerate(table.tensors):
-        number = storage_of.get(index, -1)
+        number = storage_of.get(index, -2 if is_host_copy(tensor, table.device) else -1)
         offset = 0
         if number >= 0:
             distance = tensor_extent(tensor)[0] - groups[number].start

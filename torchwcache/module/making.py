@@ -61,7 +61,8 @@ def make_tensors(
                         owner = owners[number] = _whole(storage, segments)
                     tensor = view_storage(owner.untyped_storage(), dtype, spec.offset, spec.shape, spec.stride)
             else:
-                tensor = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device)
+                where = device if number == -1 else "cpu"
+                tensor = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=where)
             cls = spec.cls
             if cls == "Parameter":
                 # As torch itself makes one (``UninitializedParameter.materialize``) where nobody else has the tensor: without the

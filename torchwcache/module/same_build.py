@@ -21,7 +21,8 @@ Problem: TypeAlias = tuple[str, str]
 _MISSING = object()
 _NOT_PLAIN = object()
 _CHEAP = (str, int, bool, float)
-"""Types whose values are equal in tagged form if they are of one type and equal in Python; NaN is settled the other way."""
+"""Types whose values are equal in tagged form if they are of one type and equal in Python; tuples of them, too, item by item.
+NaN is settled the other way."""
 
 
 def named_tree(root: nn.Module) -> tuple[list[str], list[nn.Module]]:
@@ -97,11 +98,11 @@ class AttributeCheck:
     def __init__(self, manifest: Manifest) -> None:
         self.problems: list[Problem] = []
         self._expected = [dict(entry) for entry in manifest.attribute_sets]
-        # By type, so that the loop over modules compares and does nothing else; None is what it is or it is not.
+        # With the type, so that the loop over modules compares and does nothing else; None is what it is or it is not.
         self._sets: list[list[tuple[str, Any, type | None]]] = []
         for entry in manifest.attribute_sets:
             values = [(name, plain(value)) for name, value in entry]
-            self._sets.append([(name, value, type(value) if type(value) in _CHEAP else None) for name, value in values])
+            self._sets.append([(name, value, type(value) if _is_cheap(value) else None) for name, value in values])
 
     def check_modules(self, tree: Sequence[nn.Module], specs: Sequence[ModuleSpec]) -> None:
         """Compare each module with its set."""
@@ -114,8 +115,9 @@ class AttributeCheck:
         for name, value, kind in self._sets[number]:
             mine = state.get(name, _MISSING)
             # The cheap test first; only what it cannot settle (containers, NaN, a difference) is put into tagged form.
-            if mine is not value and not (type(mine) is kind and mine == value):
-                self._compare(f"{path}.{name}" if path else name, mine, self._expected[number][name])
+            if mine is value or (type(mine) is kind and (_equal_tuples(mine, value) if kind is tuple else mine == value)):
+                continue
+            self._compare(f"{path}.{name}" if path else name, mine, self._expected[number][name])
 
     def _compare(self, path: str, mine: Any, expected: Value) -> None:
         if mine is _MISSING:
@@ -128,6 +130,14 @@ class AttributeCheck:
             same = False
         if not same:
             self.problems.append((path, f"is {mine!r} here, {_show(expected)} in the entry"))
+
+
+def _is_cheap(value: Any) -> bool:
+    return type(value) in _CHEAP or (type(value) is tuple and all(type(item) in _CHEAP for item in value))
+
+
+def _equal_tuples(mine: Any, value: tuple[Any, ...]) -> bool:
+    return list(map(type, mine)) == list(map(type, value)) and bool(mine == value)  # types first: True is 1, a tensor neither
 
 
 def _show(value: Value) -> str:

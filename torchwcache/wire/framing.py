@@ -62,7 +62,7 @@ _HEADER = struct.Struct(">8sHHI")
 HEADER_NBYTES = _HEADER.size
 _FD_NBYTES = array.array("i").itemsize
 _ANCILLARY_NBYTES = socket.CMSG_SPACE(FDS_PER_BATCH * _FD_NBYTES)
-_CHUNK_NBYTES = 2**20
+_CHUNK_NBYTES = 2**16
 _READ_BUDGET_NBYTES = 4 * 2**20
 """What one call of :meth:`FrameReader.read` takes at most: a large commit must not keep the daemon from its other clients."""
 
@@ -140,6 +140,8 @@ class FrameReader:
         self._limit = limit
         self._header = bytearray()
         self._payload = bytearray()
+        # One buffer for every read: a large manifest comes in many pieces, and making one for each costs more than reading it.
+        self._piece = memoryview(bytearray(_CHUNK_NBYTES))
         self._expected: tuple[int, int] | None = None
         self._fds: list[int] = []
         self._starved = False
@@ -225,9 +227,10 @@ class FrameReader:
         if len(self._fds) > count:
             raise ProtocolError(f"{count} file descriptors announced, more received", code="malformed")
 
-    def _receive(self, sock: socket.socket, nbytes: int) -> bytes | None:
+    def _receive(self, sock: socket.socket, nbytes: int) -> memoryview | None:
+        """What has arrived, ``nbytes`` at most; valid until the next call."""
         try:
-            data, ancillary, flags, _ = sock.recvmsg(nbytes, _ANCILLARY_NBYTES, socket.MSG_CMSG_CLOEXEC)
+            got, ancillary, flags, _ = sock.recvmsg_into([self._piece[:nbytes]], _ANCILLARY_NBYTES, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return None
         for level, kind, content in ancillary:
@@ -242,9 +245,9 @@ class FrameReader:
         if self._starved:
             fds, self._fds = self._fds, []
             close_fds(fds)
-        if not data:
+        if not got:
             raise PeerClosed(partial=self.partial)
-        return data
+        return self._piece[:got]
 
 
 class _Outgoing:
