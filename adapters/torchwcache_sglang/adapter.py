@@ -100,7 +100,6 @@ class SGLangAdapter:
                 "platform": _platform(),
                 "load": {
                     "format": str(getattr(load_config.load_format, "value", load_config.load_format)),
-                    "extra": plain(load_config.model_loader_extra_config or {}),
                     "ignored_files": plain(load_config.ignore_patterns),
                     "draft_model": index,
                 },

@@ -197,6 +197,22 @@ class OpenedFiles:
         os.close(self._fd)
 
 
+def offline(env: dict[str, str], scenario: str, **arguments: Any) -> dict[str, Any]:
+    """A scenario of ``offline_process.py`` in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / "offline_process.py"), scenario, json.dumps(arguments)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT "):
+            return json.loads(line.removeprefix("RESULT "))
+    raise AssertionError(f"{scenario} ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+
+
 def command(env: dict[str, str], *arguments: str) -> str:
     """A ``torchwcache`` command."""
     done = subprocess.run(
