@@ -1,4 +1,4 @@
-"""SGLang's loader without its engine: published options, process groups of one rank, and models loaded through ``get_model_loader``.
+"""SGLang's loader without its engine: published options, one rank, and models loaded through ``get_model_loader``.
 
 Run as a script, with the name of a scenario and a JSON object of its arguments; prints the result as JSON on its last line.
 """
