@@ -73,9 +73,9 @@ class VLLMAdapter:
     def __init__(self, vllm_config: Any, model_config: Any, load_config: Any, *, prefix: str = "", stage: Stage) -> None:
         self.vllm_config, self.model_config, self.load_config = vllm_config, model_config, load_config
         self.prefix, self.stage = prefix, stage
-        self._registries = Registries(vllm_config)
-        self._before: Registered = self._registries.now()
+        self._registries = Registries.of(vllm_config)
         self._registered: dict[int, Registered] = {}
+        self._installed: Registered | None = None
         self._processed: set[int] = set()
         self.put_off = False
         """Whether :meth:`prepare` leaves :meth:`process` to the caller: before the engine has its model runner, for instance."""
@@ -102,7 +102,7 @@ class VLLMAdapter:
         """
         from vllm.model_executor.model_loader.utils import initialize_model
 
-        with self._engine_context(), self._registries.aside():
+        with self._engine_context(), self._registries.aside() as registered:
             try:
                 with torch.random.fork_rng(devices=[]), torch.device("meta"):
                     module: nn.Module = initialize_model(
@@ -110,7 +110,7 @@ class VLLMAdapter:
                     )
             except Exception as error:  # whatever the model's own code raises when a value is not there
                 raise BuildError(f"vLLM's model of {cfg.checkpoint} cannot be built on the meta device: {error}") from error
-            self._registered[id(module)] = self._registries.now()
+        self._registered[id(module)] = registered
         return module.eval(), "meta"
 
     @contextmanager
@@ -129,6 +129,7 @@ class VLLMAdapter:
             "classes": tree_code_fields(module),
             "vllm": {"version": str(vllm.__version__), "commit": getattr(vllm, "__commit_id__", None)},
             "stage": self.stage,
+            "shapes": _shapes(module),
             "config": config_fields(self.vllm_config, self.model_config),
             "variables": variables(),
         }
@@ -196,22 +197,34 @@ class VLLMAdapter:
         """Load by vLLM's default loader: the whole of it, or (stage ``loaded``) all but its work after loading."""
         from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-        self._registries.put(self._before)
-        loader = DefaultModelLoader(self.load_config)
+        self._install(None)
+        with self._registries.recording() as registered:
+            module = self._load(cfg, DefaultModelLoader(self.load_config))
+        self._registered[id(module)] = self._installed = registered
+        return LoadResult(module=module.eval())
+
+    def _load(self, cfg: ModelConfig, loader: Any) -> nn.Module:
+        module: nn.Module
         if self.stage == "finished":
-            module: nn.Module = loader.load_model(vllm_config=self.vllm_config, model_config=self.model_config, prefix=self.prefix)
+            module = loader.load_model(vllm_config=self.vllm_config, model_config=self.model_config, prefix=self.prefix)
             module.__dict__[_STAMP] = _kernels(module)
             self._processed.add(id(module))
-        else:
-            from vllm.model_executor.model_loader.utils import initialize_model
+            return module
+        from vllm.model_executor.model_loader.utils import initialize_model
 
-            with self._engine_context():
-                with torch.device(cfg.device):
-                    module = initialize_model(vllm_config=self.vllm_config, model_config=self.model_config, prefix=self.prefix)
-                loader.load_weights(module, self.model_config)
-            module.eval()
-        self._registered[id(module)] = self._registries.now()
-        return LoadResult(module=module)
+        with self._engine_context():
+            with torch.device(cfg.device):
+                module = initialize_model(vllm_config=self.vllm_config, model_config=self.model_config, prefix=self.prefix)
+            loader.load_weights(module, self.model_config)
+        return module
+
+    def _install(self, registered: Registered | None) -> None:
+        """Let the engine find the layers of one of the modules made here, or of none."""
+        if self._installed is not None:
+            self._registries.remove(self._installed)
+        if registered is not None:
+            self._registries.add(registered)
+        self._installed = registered
 
     # ---- carrying ------------------------------------------------------------------------------------------------------------
 
@@ -224,7 +237,7 @@ class VLLMAdapter:
 
     def prepare(self, cfg: ModelConfig, module: nn.Module) -> None:
         """Make this module the one that the engine finds, and (unless put off) do what every process does for itself."""
-        self._registries.put(self._registered[id(module)])
+        self._install(self._registered[id(module)])
         if not self.put_off:
             self.process(cfg, module)
 
@@ -244,6 +257,15 @@ class VLLMAdapter:
                 process_weights_after_loading(module, self.model_config, torch.device(cfg.device))
             else:
                 _make_kernels(module)
+
+
+def _shapes(module: nn.Module) -> str:
+    """Digest of what the build allocates: a size that comes from an option which does not count makes a miss, not a wrong hit."""
+    import xxhash
+
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    lines = sorted(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors)
+    return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
 
 def _kernels(module: nn.Module) -> dict[str, dict[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import sys
+from collections import Counter
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from torchwcache.errors import FingerprintError, RefusedError
 from torchwcache.identity.fingerprint import Fingerprint
 from torchwcache_vllm import guards, identity, memory, versions
+from torchwcache_vllm.registries import Registries
 
 
 class Kind(enum.Enum):
@@ -101,6 +103,43 @@ def test_the_length_counts_where_it_picks_the_rotary_factors() -> None:
 def test_what_cannot_be_named_is_refused() -> None:
     with pytest.raises(FingerprintError, match=r"a_config_of_next_year\['x'\] is a object"):
         fields(a_config_of_next_year={"x": object()})
+
+
+def test_a_build_aside_leaves_no_trace_and_can_take_the_place_of_another() -> None:
+    layers: dict[str, object] = {"other": 0}
+    names, rotary, counts = ["other"], {"shared": 1}, Counter({"op": 1})
+    live = Registries({"layers": layers, "names": names, "rotary": rotary, "counts": counts}, own=("rotary",))
+
+    def build(which: str) -> None:
+        assert "layer" not in layers, "Duplicate layer name"
+        layers["layer"] = which
+        names.append("layer")
+        rotary.setdefault("shared", which)  # type: ignore[arg-type]
+        counts["op"] += 2
+
+    with live.aside() as aside:
+        assert rotary == {}
+        build("aside")
+        assert rotary == {"shared": "aside"}
+    assert (layers, names, rotary, counts) == ({"other": 0}, ["other"], {"shared": 1}, Counter({"op": 1}))
+    with live.recording() as loaded:
+        build("loaded")
+    assert (layers["layer"], rotary) == ("loaded", {"shared": 1})
+    layers["later"] = 3  # somebody else's
+    live.remove(loaded)
+    assert (layers, names, counts) == ({"other": 0, "later": 3}, ["other"], Counter({"op": 1}))
+    live.add(aside)
+    assert (layers, names) == ({"other": 0, "later": 3, "layer": "aside"}, ["other", "layer"])
+    assert (rotary, counts) == ({"shared": "aside"}, Counter({"op": 3}))
+
+    def fail() -> None:
+        with live.aside():
+            layers["half"] = 1
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert "half" not in layers
 
 
 def test_variables() -> None:

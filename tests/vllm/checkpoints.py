@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-__all__ = ["KINDS", "make"]
+__all__ = ["KINDS", "make", "make_adapter"]
 
 _SIZES = {
     "vocab_size": 1000,
@@ -57,5 +57,28 @@ def make(kind: str, folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
+def make_adapter(folder: Path) -> Path:
+    """Write a LoRA adapter for the checkpoints of one layer."""
+    import json
+
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(1)
+    tensors = {}
+    for name, rows in (("q_proj", 128), ("v_proj", 64)):
+        where = f"base_model.model.model.layers.0.self_attn.{name}"
+        tensors[f"{where}.lora_A.weight"] = torch.randn(8, 128)
+        tensors[f"{where}.lora_B.weight"] = torch.randn(rows, 8)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
 if __name__ == "__main__":
-    make(sys.argv[1], Path(sys.argv[2]), seed=int(sys.argv[3]) if len(sys.argv) > 3 else 0)
+    if sys.argv[1] == "adapter":
+        make_adapter(Path(sys.argv[2]))
+    else:
+        make(sys.argv[1], Path(sys.argv[2]), seed=int(sys.argv[3]) if len(sys.argv) > 3 else 0)

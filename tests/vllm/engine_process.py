@@ -1,7 +1,8 @@
 """A real vLLM engine, as a user's program starts one; prints what it did as JSON on the last line of its output.
 
 Run as a script, with a JSON object as its one argument: ``model``, ``options`` for ``vllm.LLM``, ``prompts`` (lists of token ids),
-``tokens`` (how many to make), ``wait`` (stay up and do what each line of the input says), ``stop_at`` and ``plain_linear``.
+``tokens`` (how many to make), ``wait`` (stay up and do what each line of the input says), ``stop_at``, ``plain_linear``, and
+``adapter`` (a LoRA folder).
 """
 
 from __future__ import annotations
@@ -65,10 +66,18 @@ def main() -> None:
         # One after the other: how requests are batched changes the rounding.
         return [list(engine.generate([prompt], sampling, use_tqdm=False)[0].outputs[0].token_ids) for prompt in prompts]
 
+    def with_adapter(path: str) -> list[list[int]]:
+        from vllm.lora.request import LoRARequest
+
+        sampling = SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
+        request = LoRARequest("adapter", 1, path)
+        return [list(engine.generate([{"prompt_token_ids": [1, 2, 3, 4]}], sampling, lora_request=request)[0].outputs[0].token_ids)]
+
     def say(**facts: object) -> None:
         print("RESULT " + json.dumps(facts), flush=True)
 
-    say(tokens=generate(), seconds=seconds, pid=os.getpid())
+    adapted = with_adapter(order["adapter"]) if order.get("adapter") else None
+    say(tokens=generate(), adapted=adapted, seconds=seconds, pid=os.getpid())
     for line in sys.stdin if order.get("wait") else ():
         command = json.loads(line)
         if command["do"] == "generate":

@@ -2,6 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
+SEAMS = """
+import json
+from torchwcache_vllm import versions
+before = versions.seam_problems()
+import vllm.model_executor.model_loader.utils as utils
+utils.initialize_model = lambda config: None
+del utils.process_weights_after_loading
+print(json.dumps([before, versions.seam_problems()]))
+"""
+
+
+def test_the_seams_are_where_they_are_looked_for_and_a_change_is_noticed():
+    done = subprocess.run([sys.executable, "-c", SEAMS], capture_output=True, text=True, timeout=120, check=True)
+    before, after = json.loads(done.stdout.splitlines()[-1])
+    assert before == []
+    assert len(after) == 4
+    assert "initialize_model takes no 'vllm_config'" in after[0]
+
 
 def test_mode_off_is_plain_vllm(run, checkpoints):
     tokens, lines = run(checkpoints("small"), environment={"TORCHWCACHE_MODE": "off"})

@@ -20,6 +20,19 @@ def test_reloading_is_refused_and_the_engine_goes_on(vllm, checkpoints):
         assert engine.do(do="generate")["tokens"] == tokens
 
 
+def test_lora_adapters_lie_beside_the_shared_weights(vllm, checkpoints):
+    order = {"options": {"enable_lora": True, "max_lora_rank": 8}, "adapter": str(checkpoints("adapter"))}
+    results = []
+    for options, says in (({"load_format": "auto"}, None), ({}, "published"), ({}, ": hit: ")):
+        engine = vllm(checkpoints("small"), **{**order, "options": {**order["options"], **options}})
+        results.append(engine.result())
+        assert says is None or says in engine.lines[0]
+        engine.end()
+    assert results[0]["tokens"] == results[1]["tokens"] == results[2]["tokens"]
+    assert results[0]["adapted"] == results[1]["adapted"] == results[2]["adapted"]
+    assert results[0]["adapted"][0] != results[0]["tokens"][0]
+
+
 def test_an_engine_without_the_cache_may_reload(vllm, checkpoints):
     engine = vllm(checkpoints("small"), environment={"TORCHWCACHE_MODE": "off"}, wait=True)
     engine.result()
