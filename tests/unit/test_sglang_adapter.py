@@ -338,6 +338,20 @@ def test_hooks_are_registered_where_models_are_loaded(loading_process: list[Any]
     assert not loading_process
 
 
+def test_where_nothing_is_loaded_nothing_is_imported(loading_process: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "sglang.srt.model_loader.loader")
+    monkeypatch.setattr(hooks, "_resolve", lambda target: None)
+    plugin.register()
+    assert not loading_process, "nobody asked"
+    monkeypatch.setenv("TORCHWCACHE_MODE", "client")
+    stand_in(monkeypatch, "sglang.srt.managers.detokenizer_manager")
+    plugin.register()
+    assert not loading_process, "a detokenizer loads no models"
+    monkeypatch.delitem(sys.modules, "sglang.srt.managers.detokenizer_manager")
+    plugin.register()
+    assert loading_process, "a script that loads its plugins first"
+
+
 def test_a_release_without_our_seam_is_said_loudly_or_stops(
     loading_process: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
