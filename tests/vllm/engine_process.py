@@ -76,6 +76,9 @@ def main() -> None:
     def say(**facts: object) -> None:
         print("RESULT " + json.dumps(facts), flush=True)
 
+    if options.get("pipeline_parallel_size", 1) > 1:
+        # vLLM 0.32 allocates what pipeline ranks pass on in its first dummy run, which an eager engine on the CPU does not make.
+        engine.collective_rpc("execute_dummy_batch")
     adapted = with_adapter(order["adapter"]) if order.get("adapter") else None
     say(tokens=generate(), adapted=adapted, seconds=seconds, pid=os.getpid())
     for line in sys.stdin if order.get("wait") else ():
