@@ -269,7 +269,10 @@ def _shapes(module: nn.Module) -> str:
 
 
 def _kernels(module: nn.Module) -> dict[str, dict[str, str]]:
-    """The kernels that vLLM made after loading, and is able to make again: path of the layer to attributes and their classes."""
+    """The kernels that vLLM made after loading: path of the layer to attributes and their classes.
+
+    Empty when vLLM cannot make every one of them anew: then none is left out of what is captured, and the capture refuses.
+    """
     try:
         from vllm.model_executor.utils import weights_already_processed  # noqa: F401 - is it there?
     except ImportError:
@@ -277,10 +280,11 @@ def _kernels(module: nn.Module) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for path, layer in module.named_modules():
         method = getattr(layer, "quant_method", None)
-        if getattr(method, "supports_pre_processed_weights", False):
-            made = {name: type_name(type(value)) for name in _KERNELS if (value := getattr(method, name, None)) is not None}
-            if made:
-                found[path] = made
+        made = {name: type_name(type(value)) for name in _KERNELS if (value := getattr(method, name, None)) is not None}
+        if made and not getattr(method, "supports_pre_processed_weights", False):
+            return {}
+        if made:
+            found[path] = made
     return found
 
 
