@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,9 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from torchwcache.errors import FingerprintError, RefusedError
+from torchwcache.errors import FingerprintError, RebindError, RefusedError
 from torchwcache.identity.fingerprint import Fingerprint
-from torchwcache_vllm import guards, identity, memory, versions
+from torchwcache_vllm import adapter, guards, identity, memory, versions
 from torchwcache_vllm.registries import Registries
 
 
@@ -298,3 +300,117 @@ def test_mapped_weights_that_vllm_does_not_know_of_are_taken_off_the_kv_cache(mo
     assert Worker().determine_available_memory() == 0
     Worker.cache_config.kv_cache_memory_bytes = 7  # type: ignore[assignment]
     assert Worker().determine_available_memory() == 1000
+
+
+class Kernel:
+    pass
+
+
+class OtherKernel:
+    pass
+
+
+class Method:
+    """A quantization method that makes a kernel of finished weights."""
+
+    moe_kernel: Any = None
+    supports_pre_processed_weights = True
+    kernel: Any = Kernel
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        assert processed == [True]
+        self.moe_kernel = self.kernel()
+
+
+class Layer(nn.Module):
+    def __init__(self, method: Method) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.quant_method = method
+
+
+processed: list[bool] = []
+
+
+@pytest.fixture
+def pre_processed_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def weights_already_processed() -> Iterator[None]:
+        processed.append(True)
+        yield
+        processed.clear()
+
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["vllm.model_executor.utils"].weights_already_processed = weights_already_processed  # type: ignore[attr-defined]
+    processed.clear()
+
+
+def two_layers() -> tuple[nn.Sequential, list[Method]]:
+    methods = [Method(), Method()]
+    return nn.Sequential(*(Layer(method) for method in methods)), methods
+
+
+def stamped() -> dict[str, dict[str, str]]:
+    module, methods = two_layers()
+    for method in methods:
+        method.moe_kernel = Kernel()
+    return adapter._kernels(module)
+
+
+def test_kernels_are_left_out_only_when_every_one_can_be_made_anew(pre_processed_mode: None) -> None:
+    module, methods = two_layers()
+    assert adapter._kernels(module) == {}
+    methods[1].moe_kernel = Kernel()
+    name = f"{__name__}:Kernel"
+    assert adapter._kernels(module) == {"1": {"moe_kernel": name}}
+    methods[0].moe_kernel = Kernel()
+    methods[0].supports_pre_processed_weights = False
+    assert adapter._kernels(module) == {}
+
+
+def test_an_older_vllm_cannot_make_them_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    module, methods = two_layers()
+    methods[0].moe_kernel = Kernel()
+    assert adapter._kernels(module) == {}
+
+
+def test_kernels_are_made_anew_and_must_be_the_same(pre_processed_mode: None) -> None:
+    module, methods = two_layers()
+    module.__dict__[adapter._STAMP] = stamped()
+    adapter._make_kernels(module)
+    assert all(type(method.moe_kernel) is Kernel for method in methods)
+
+    module, methods = two_layers()
+    module.__dict__[adapter._STAMP] = stamped()
+    methods[1].kernel = OtherKernel
+    with pytest.raises(RebindError, match=r"1: vLLM makes .*OtherKernel"):
+        adapter._make_kernels(module)
+
+
+def test_a_tensor_that_is_replaced_on_the_way_is_an_error(pre_processed_mode: None) -> None:
+    class Replacing(Method):
+        def process_weights_after_loading(self, layer: nn.Module) -> None:
+            super().process_weights_after_loading(layer)
+            layer.weight = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    module = nn.Sequential(Layer(Method()), Layer(Replacing()))
+    module.__dict__[adapter._STAMP] = stamped()
+    with pytest.raises(RebindError, match=r"1.weight: vLLM replaced this tensor"):
+        adapter._make_kernels(module)
+
+
+def test_the_engines_configuration_is_found_wherever_it_is_held() -> None:
+    live = type("VllmConfig", (), {"__module__": "vllm.config.vllm"})()
+    module = nn.Sequential(nn.Linear(1, 1))
+    module.vllm_config = live  # type: ignore[assignment]
+    module[0].backend = SimpleNamespace(parts=[1, {"cache": live}])  # type: ignore[assignment]
+    assert sorted(adapter._config_paths(module)) == ["0.backend.parts[1]['cache']", "vllm_config"]
+
+
+def test_what_the_build_allocates_counts() -> None:
+    assert adapter._shapes(nn.Linear(2, 2)) == adapter._shapes(nn.Linear(2, 2, device="meta"))
+    assert adapter._shapes(nn.Linear(2, 2)) != adapter._shapes(nn.Linear(2, 3))
+    assert adapter._shapes(nn.Linear(2, 2)) != adapter._shapes(nn.Linear(2, 2, dtype=torch.float16))
