@@ -49,7 +49,7 @@ class CacheLoader(BaseModelLoader):  # type: ignore[misc]
         attachment = self.attachment = attach_rank(cfg, adapter, self.options, group, say=logger.info)
         report = attachment.report
         shared = report.source != "disk" or report.published
-        leases.remember(attachment, shared="shared" in group.exchange("shared" if shared else "private", "what is shared"))
+        leases.remember(shared="shared" in group.exchange("shared" if shared else "private", "what is shared"))
         if report.source == "cache":
             self.preloaded_weights_bytes = report.mapped_nbytes
         return attachment.model

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from torchwcache_sglang import seams
 from torchwcache_sglang.context import option
 
@@ -47,6 +49,9 @@ def refusal(inner: Any, model_config: Any) -> str | None:
         return f"{type(inner).__name__} (--load-format {load_format}) loads in a way of its own"
     if model_config is None:
         return "whoever asked for the loader did not say for which model"
+    device = option("device", "cuda")
+    if device not in ("cpu", "cuda") or (device == "cuda" and torch.version.hip is not None):
+        return f"memory that outlives its process is known on the CPU and on NVIDIA GPUs, not on {device}"
     for name, why in _OPTIONS + _DRAFT_OPTIONS if getattr(model_config, "is_draft_model", False) else _OPTIONS:
         if option(name) not in _OFF:
             return why

@@ -412,7 +412,6 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, "sglang.srt.managers.io_struct", **dict.fromkeys(guards._OUTPUTS.values(), Answer))
     stand_in(monkeypatch, "sglang.srt.constants", GPU_MEMORY_ALL_TYPES=["kv_cache", "weights", "cuda_graph"])
     monkeypatch.setattr(leases, "_shared", True)
-    monkeypatch.setattr(leases, "_held", [])
 
 
 def writes(*_: object) -> None:
