@@ -20,7 +20,7 @@ from torch import nn
 
 from torchwcache.adapter import CaptureRules, Description, LoadContext, LoadResult
 from torchwcache.config import ModelConfig, Parallelism, Role
-from torchwcache.errors import BuildError, CheckpointError
+from torchwcache.errors import BuildError, CheckpointError, WeightCacheError
 from torchwcache.identity.checkpoint import CheckpointFiles
 from torchwcache.identity.code import tree_code_fields
 from torchwcache.module.construct import parameters_on_meta
@@ -85,7 +85,19 @@ class SGLangAdapter:
     # ---- what it is ----------------------------------------------------------------------------------------------------------
 
     def describe(self, cfg: ModelConfig, module: nn.Module) -> Description:
-        """By SGLang's resolved options and the model's config, as they are before the load."""
+        """By SGLang's resolved options and the model's config, as they are before the load.
+
+        Raises:
+            BuildError: SGLang does not answer as its known releases do; the engine can start without the cache.
+        """
+        try:
+            return self._described(module)
+        except WeightCacheError:
+            raise
+        except _FAILURES as error:
+            raise BuildError(f"SGLang's state cannot be read: {type(error).__name__}: {error}") from error
+
+    def _described(self, module: nn.Module) -> Description:
         model_config, load_config = self.model_config, self.inner.load_config
         index = getattr(load_config, "draft_model_idx", None)
         source = resolved_path(str(model_config.model_path))
@@ -239,8 +251,8 @@ class SGLangAdapter:
         module.eval()
 
 
-_FAILURES = (NotImplementedError, RuntimeError, TypeError, ValueError, AssertionError)
-"""What SGLang's and torch's code raise for a value that is not there."""
+_FAILURES = (AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+"""What SGLang's and torch's code raise for a value that is not there, and in a release that is not as we know it."""
 
 
 def model_config_for(model_config: Any, device: str, *, options: Any) -> ModelConfig:

@@ -82,7 +82,7 @@ def _leaf(context: Any, place: str | None, name: str, otherwise: Any) -> Any:
         for segment in rest:
             bag = getattr(bag, segment)
         return getattr(bag, name)
-    except (AttributeError, RuntimeError, ValueError):
+    except (AssertionError, AttributeError, RuntimeError, ValueError):
         return otherwise
 
 
