@@ -29,7 +29,15 @@ Stage = Literal["finished", "loaded"]
 _IGNORED = {
     "*name_or_path": "says where this process found the files, not what is in them",
     "*_commit_hash": "says from which revision of a repo this process got the files, not what is in them",
+    "*._forward_method": "which kernel a layer calls: by the options of this process",
 }
+# What vLLM's decorator for torch.compile keeps in a model (``compilation/decorators.py``, ``wrapper.py``; 0.26 to 0.33).
+_OF_THE_COMPILER = (
+    "_allow_aot_compile", "_aot_cache_dir", "_aot_compilation_path", "_bytecode_hook_handle", "_compile_prefix", "_compile_tag",
+    "_compiled_bytecode", "_compiled_callable", "_dynamic_arg_dims", "_is_encoder", "aot_compiled_fn", "compiled", "do_not_compile",
+    "evaluate_guards", "first_compile", "layerwise_nvtx_tracing_enabled", "was_aot_compile_fn_loaded_from_disk",
+)  # fmt: skip
+_IGNORED.update({f"*.{name}": "how this process compiles the model" for name in _OF_THE_COMPILER})
 _KERNELS = ("moe_kernel", "moe_quant_config")
 """What a layer's quantization method makes of finished weights and cannot be carried. Since 0.32 vLLM makes it anew on request."""
 _STAMP = "_torchwcache_kernels"

@@ -63,7 +63,7 @@ NOT_COUNTED: dict[str, tuple[str, ...]] = {
     "shutdown_timeout": (_ALL,), "prompt_adapter_config": (_ALL,), "decoding_config": (_ALL,),
     # How weights come from disk; which bytes they are counts by content.
     "load_config": (_ALL,), "device_config": (_ALL,),
-    # How the same weights are compiled and captured into graphs.
+    # How the same weights are compiled and captured into graphs; two of its fields count all the same, see ``config_fields``.
     "compilation_config": (_ALL,), "optimization_level": (_ALL,), "performance_mode": (_ALL,),
     # Resolved from ``model_config.quantization`` and the checkpoint's config, both of which count.
     "quant_config": (_ALL,),
@@ -114,6 +114,13 @@ def config_fields(vllm_config: Any, model_config: Any) -> dict[str, Any]:
             continue
         value = model_config if item.name == "model_config" else getattr(vllm_config, item.name)
         found[item.name] = _plain(value, item.name, excluded)
+    compilation = getattr(vllm_config, "compilation_config", None)
+    if compilation is not None:
+        # Layers resolve at build which of vLLM's own operators they call, and keep that as attributes.
+        found["compilation"] = {
+            "mode": getattr(compilation.mode, "name", str(compilation.mode)),
+            "custom_ops": sorted(compilation.custom_ops),
+        }
     if _length_decides(model_config):
         found["max_model_len"] = model_config.max_model_len
     return found

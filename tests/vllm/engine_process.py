@@ -7,10 +7,12 @@ Run as a script, with a JSON object as its one argument: ``model``, ``options`` 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
 import time
+from typing import Any
 
 
 def use_plain_linear() -> None:
@@ -29,14 +31,18 @@ def stop_at(where: str) -> None:
     import torchwcache.producing
     import torchwcache.production
 
-    def stand_still(*args: object, **kwargs: object) -> None:
-        print("RESULT {}", flush=True)
-        time.sleep(600)
+    def standing_still(original: Any) -> Any:
+        @functools.wraps(original)  # the adapter looks at how vLLM's functions are called
+        def stand_still(*args: object, **kwargs: object) -> None:
+            print("RESULT {}", flush=True)
+            time.sleep(600)
+
+        return stand_still
 
     if where == "load":
-        DefaultModelLoader.load_weights = stand_still  # type: ignore[method-assign]
+        DefaultModelLoader.load_weights = standing_still(DefaultModelLoader.load_weights)  # type: ignore[method-assign]
     else:
-        torchwcache.production.encode_manifest = stand_still
+        torchwcache.production.encode_manifest = standing_still(torchwcache.production.encode_manifest)
 
 
 def main() -> None:

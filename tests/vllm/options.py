@@ -22,7 +22,7 @@ HIT: dict[str, Any] = {
     "num_gpu_blocks_override": 64,
     "kv_sharing_fast_prefill": None, "swa_bounded_replay": False, "kv_offloading_size": None,
     # how it runs
-    "enforce_eager": False, "compilation_config": {"mode": 0}, "cudagraph_capture_sizes": [1, 2], "max_cudagraph_capture_size": 4,
+    "compilation_config": {"mode": 0}, "cudagraph_capture_sizes": [1, 2], "max_cudagraph_capture_size": 4,
     "optimization_level": 1, "performance_mode": "throughput", "disable_custom_all_reduce": True, "seed": 7,
     "distributed_executor_backend": "uni", "disable_cascade_attn": False, "shutdown_timeout": 3, "use_tqdm_on_load": False,
     "enable_flashinfer_autotune": False,
@@ -48,6 +48,7 @@ HIT: dict[str, Any] = {
 
 MISS: dict[str, Any] = {
     "dtype": "bfloat16",
+    "enforce_eager": False,
     "hf_overrides": {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
     "kv_cache_dtype": "fp8",
     "quantization": None,  # no method takes float32

@@ -33,7 +33,7 @@ def test_the_same_tokens_and_no_weights_read(kind, run, checkpoints, watch, wait
     assert len({tuple(tokens) for tokens in first}) > 1 or kind == "mla"
 
 
-@pytest.mark.parametrize("kind", ["dense", "tied", "moe"])
+@pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_finished_weights(kind, run, checkpoints):
     """As on a GPU: what is shared is what vLLM's work after loading left; a hit only makes kernels anew (moe)."""
     model, stage = checkpoints(kind), {"TORCHWCACHE_VLLM_STAGE": "finished"}
@@ -43,6 +43,20 @@ def test_finished_weights(kind, run, checkpoints):
     second, lines = run(model, plain_linear=True, environment=stage)
     assert ": hit: " in lines
     assert first == second == without
+
+
+def test_compiled_and_not(run, checkpoints):
+    """Layers keep which operators they call, so these are two entries."""
+    model = checkpoints("small")
+    without, _ = run(model, options={"load_format": "auto", "enforce_eager": False})
+    first, lines = run(model, options={"enforce_eager": False})
+    assert "published" in lines
+    second, lines = run(model, options={"enforce_eager": False})
+    assert ": hit: " in lines
+    assert first == second == without
+    _, lines = run(model)
+    assert "compilation.mode" in lines
+    assert "published" in lines
 
 
 def test_what_cannot_be_carried_is_refused_in_words_and_the_engine_serves(run, vllm, checkpoints):
