@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,7 @@ def test_weights_are_not_written_while_they_are_shared(cache: Any, checkpoints: 
                 answer = engine.call(name, **arguments)
                 assert "is refused" in answer["result"], answer
                 assert answer["result"].startswith("(False")
+            time.sleep(1)  # SGLang answers shortly before it counts itself idle, and ends when memory is asked back in between
             for name in ("release_memory_occupation", "resume_memory_occupation"):
                 assert engine.call(name) == {"result": "None"}
                 assert f"{name}: the weights stay" in engine.said
@@ -178,7 +180,8 @@ def test_a_rank_that_dies_ends_the_start(cache: Any, checkpoints: Path) -> None:
     ) as engine:
         with pytest.raises(EngineDied):
             engine.started()
-        assert not engine.lines or not any(line.published for line in engine.lines)
+        assert "another rank is gone" in engine.said
+        assert not any(line.published for line in engine.lines)
     with cache.start(checkpoints / "dense", **TWO_RANKS) as engine:
         engine.started()
         assert all(line.published for line in engine.lines), engine.said
