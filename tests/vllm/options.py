@@ -31,7 +31,7 @@ HIT: dict[str, Any] = {
     "pt_load_map_location": "cpu:0", "download_dir": "/tmp", "ignore_patterns": ["nothing/*"], "load_format": "torchwcache",
     "model_loader_extra_config": {"num_threads": 2},
     # requests and answers
-    "served_model_name": "another", "tokenizer": "elsewhere", "tokenizer_mode": "slow", "skip_tokenizer_init": True,
+    "served_model_name": "another", "tokenizer": "/", "tokenizer_mode": "slow", "skip_tokenizer_init": True,
     "max_logprobs": 5, "logprobs_mode": "raw_logits", "return_sampling_mask": None, "generation_config": "vllm",
     "override_generation_config": {"temperature": 0.5}, "reasoning_parser": None, "enable_prompt_embeds": True,
     "allowed_local_media_path": "/tmp", "allowed_media_domains": ["example.org"], "use_fp64_gumbel": True,
