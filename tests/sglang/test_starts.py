@@ -110,6 +110,16 @@ def test_two_ranks_are_of_one_mind(cache: Any, checkpoints: Path) -> None:
         assert [line.what for line in fourth.lines] == ["hit", "hit"], fourth.said
 
 
+def test_two_pipeline_stages(cache: Any, checkpoints: Path) -> None:
+    stages = {**TWO_RANKS, "tp_size": 1, "pp_size": 2}
+    with cache.start(checkpoints / "dense", **stages) as first:
+        tokens = first.started()
+        assert all(line.published for line in first.lines), first.said
+    with cache.start(checkpoints / "dense", **stages) as second:
+        assert second.started() == tokens
+        assert [(line.rank, line.what) for line in second.lines] == [(0, "hit"), (1, "hit")], second.said
+
+
 def test_weights_are_not_written_while_they_are_shared(cache: Any, checkpoints: Path) -> None:
     model = checkpoints / "dense"
     for what in ("miss", "hit"):
