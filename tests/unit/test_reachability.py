@@ -6,6 +6,7 @@ import functools
 import types
 import weakref
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from torchwcache.module.reachability import find_meta_tensors, tree_holds_meta
+from torchwcache.module.tree import Tree
 
 
 class Table(OrderedDict[str, Any]):
@@ -115,10 +117,20 @@ PLACES = {
 
 def both(root: nn.Module) -> bool:
     """The two ways to ask must agree; the fast one knows the tensors that the tables of the tree hold and that are not on meta."""
-    real = [t for t in (*root.parameters(), *root.buffers()) if not t.is_meta and not t.__dict__]
     found = bool(find_meta_tensors(root))
-    assert tree_holds_meta(list(root.modules()), real) is found
+    assert tree_holds_meta(Tree(root), list(_held(root))) is found
     return found
+
+
+def _held(root: nn.Module) -> Iterator[tuple[list[dict[str, Any]], list[Any]]]:
+    """The modules of each class, with what is in their tables; a tensor that may lead to another is not known to be in any."""
+    by_kind: dict[Any, tuple[list[dict[str, Any]], list[Any]]] = {}
+    for module in root.modules():
+        tensors = [*module._parameters.values(), *module._buffers.values()]
+        states, held = by_kind.setdefault((type(module), len(tensors)), ([], []))
+        states.append(module.__dict__)
+        held += [None if tensor is None or tensor.is_meta or tensor.__dict__ else tensor for tensor in tensors]
+    yield from by_kind.values()
 
 
 @pytest.mark.parametrize("place", PLACES)

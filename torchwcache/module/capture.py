@@ -15,9 +15,25 @@ import torch
 from torch import nn
 
 from torchwcache.adapter import CaptureRules
-from torchwcache.encoding import Value, to_bytes
+from torchwcache.encoding import to_bytes
 from torchwcache.errors import CaptureError, EncodingError
-from torchwcache.manifest import MANIFEST_VERSION, ClassEdit, Edit, Manifest, ModuleSpec, ObjectSpec, StorageSpec, TensorSpec
+from torchwcache.manifest import (
+    MANIFEST_VERSION,
+    Attributes,
+    ClassEdit,
+    Edit,
+    Manifest,
+    Modules,
+    ModuleSpec,
+    ObjectSpec,
+    StorageSpec,
+    TensorKind,
+    Tensors,
+    TensorSpec,
+    pack_modules,
+    pack_storages,
+    pack_tensors,
+)
 from torchwcache.module.addresses import find_addresses
 from torchwcache.module.classes import ClassSnapshot
 from torchwcache.module.graph import type_name
@@ -55,9 +71,9 @@ class Captured:
     storages: list[StorageGroup]
     shared: list[bool]
     host: list[bool]
-    specs: tuple[TensorSpec, ...]
-    modules: tuple[ModuleSpec, ...]
-    attribute_sets: tuple[tuple[tuple[str, Value], ...], ...]
+    table: Tensors
+    modules: Modules
+    attribute_sets: tuple[Attributes, ...]
     objects: tuple[ObjectSpec, ...]
     edits: tuple[Edit, ...]
     class_edits: tuple[ClassEdit, ...]
@@ -87,11 +103,13 @@ class Captured:
             construction=self.construction,
             segments=tuple(segments),
             addresses=tuple(addresses),
-            storages=tuple(
-                StorageSpec(place.segment, place.offset, group.nbytes, shared, host)
-                for place, group, shared, host in zip(placements, self.storages, self.shared, self.host, strict=True)
+            storages=pack_storages(
+                [
+                    StorageSpec(place.segment, place.offset, group.nbytes, shared, host)
+                    for place, group, shared, host in zip(placements, self.storages, self.shared, self.host, strict=True)
+                ]
             ),
-            tensors=self.specs,
+            tensors=self.table,
             modules=self.modules,
             attribute_sets=self.attribute_sets,
             objects=self.objects,
@@ -129,7 +147,7 @@ def capture(
     problems = [*pairing.problems, *table.problems]
     groups: list[StorageGroup] = []
     shared: list[bool] = []
-    specs: tuple[TensorSpec, ...] = ()
+    specs: list[TensorSpec] = []
     if not table.problems:  # a tensor that cannot be carried may not even have a shape to look at
         groups = group_storages(table.tensors)
         for group in groups:
@@ -151,15 +169,15 @@ def capture(
             problems=sorted(set(problems)),
         )
     sets = _AttributeSets()
-    modules, objects = _module_specs(pairing, sets), _object_specs(pairing, sets)
+    objects = _object_specs(pairing, sets)
     return Captured(
         module=module,
         tensors=table.tensors,
         storages=groups,
         shared=shared,
         host=[is_host_copy(table.tensors[group.members[0]], device) for group in groups],
-        specs=specs,
-        modules=modules,
+        table=pack_tensors(specs),
+        modules=pack_modules(_module_specs(pairing)),
         attribute_sets=tuple(sets.values),
         objects=objects,
         edits=tuple(pairing.edits),
@@ -168,7 +186,7 @@ def capture(
     )
 
 
-def _tensor_specs(pairing: Pairing, groups: list[StorageGroup]) -> tuple[tuple[TensorSpec, ...], list[tuple[str, str]]]:
+def _tensor_specs(pairing: Pairing, groups: list[StorageGroup]) -> tuple[list[TensorSpec], list[tuple[str, str]]]:
     table = pairing.table
     storage_of: dict[int, int] = {member: number for number, group in enumerate(groups) for member in group.members}
     specs, problems = [], []
@@ -188,21 +206,18 @@ def _tensor_specs(pairing: Pairing, groups: list[StorageGroup]) -> tuple[tuple[T
             flags.append("conj")
         if tensor.is_neg():
             flags.append("neg")
-        specs.append(
-            TensorSpec(
-                storage=number,
-                dtype=dtype_name(tensor.dtype),
-                shape=tuple(tensor.shape),
-                stride=tuple(tensor.stride()),
-                offset=offset,
-                cls=class_name_of(tensor),
-                requires_grad=tensor.requires_grad,
-                flags=tuple(flags),
-                attributes=attributes,
-                inherited=inherited,
-            )
+        kind = TensorKind(
+            dtype=dtype_name(tensor.dtype),
+            shape=tuple(tensor.shape),
+            stride=tuple(tensor.stride()),
+            cls=class_name_of(tensor),
+            requires_grad=tensor.requires_grad,
+            flags=tuple(flags),
+            attributes=attributes,
+            inherited=inherited,
         )
-    return tuple(specs), problems
+        specs.append(TensorSpec(kind, number, offset))
+    return specs, problems
 
 
 def _aliased_arrays(pairing: Pairing, groups: list[StorageGroup]) -> list[tuple[str, str]]:
@@ -215,13 +230,13 @@ def _aliased_arrays(pairing: Pairing, groups: list[StorageGroup]) -> list[tuple[
 
 
 class _AttributeSets:
-    """Sets of plain attributes, each kept once: the layers of a model mostly agree."""
+    """Sets of plain attributes, each kept once."""
 
     def __init__(self) -> None:
-        self.values: list[tuple[tuple[str, Value], ...]] = []
+        self.values: list[Attributes] = []
         self._index: dict[bytes, int] = {}
 
-    def add(self, found: tuple[tuple[str, Value], ...]) -> int:
+    def add(self, found: Attributes) -> int:
         """Index of a set; -1 for the empty one."""
         if not found:
             return -1
@@ -232,29 +247,32 @@ class _AttributeSets:
         return index
 
 
-def _module_specs(pairing: Pairing, sets: _AttributeSets) -> tuple[ModuleSpec, ...]:
-    table = pairing.table
+def _module_specs(pairing: Pairing) -> list[ModuleSpec]:
     specs: list[ModuleSpec] = []
     first: dict[int, int] = {}
     for number, (path, module) in enumerate(pairing.tree):
-        same_as = first.setdefault(id(module), number)
+        cls, same_as = type_name(type(module)), first.setdefault(id(module), number)
+        if same_as != number:
+            specs.append(ModuleSpec(path, cls, module.training, same_as))
+            continue
         node = pairing.mate_of(module)
         assert node is not None
         persistent = module._non_persistent_buffers_set
         specs.append(
             ModuleSpec(
                 path=path,
-                cls=type_name(type(module)),
-                same_as=-1 if same_as == number else same_as,
+                cls=cls,
                 training=module.training,
-                parameters=tuple((name, None if p is None else table.index(p)) for name, p in module._parameters.items()),
-                buffers=tuple(
-                    (name, None if b is None else table.index(b), name not in persistent) for name, b in module._buffers.items()
-                ),
-                attributes=sets.add(pairing.resolved_attributes(node)) if same_as == number else -1,
+                parameters=tuple((name, _number(pairing, tensor)) for name, tensor in module._parameters.items()),
+                buffers=tuple((name, name not in persistent, _number(pairing, tensor)) for name, tensor in module._buffers.items()),
+                attributes=pairing.resolved_attributes(node),
             )
         )
-    return tuple(specs)
+    return specs
+
+
+def _number(pairing: Pairing, tensor: torch.Tensor | None) -> int:
+    return -1 if tensor is None else pairing.table.index(tensor)
 
 
 def _object_specs(pairing: Pairing, sets: _AttributeSets) -> tuple[ObjectSpec, ...]:

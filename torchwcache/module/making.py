@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
-from torchwcache.manifest import Manifest, StorageSpec, TensorSpec
+from torchwcache.manifest import Manifest, TensorKind
 from torchwcache.memory.base import MappedSegment
 from torchwcache.module.storages import view_storage
 
 __all__ = ["make_tensors"]
-
-
-class _DTypes(dict[str, tuple[torch.dtype, int]]):
-    """Dtypes and the bytes of an element, by name."""
-
-    def __missing__(self, name: str) -> tuple[torch.dtype, int]:
-        dtype: torch.dtype = getattr(torch, name)
-        found = self[name] = (dtype, dtype.itemsize)
-        return found
 
 
 def make_tensors(
@@ -40,59 +32,93 @@ def make_tensors(
         classes: The tensor classes that the manifest names, but for ``torch.Tensor`` and ``torch.nn.Parameter``.
         requires_grad: Give tensors the ``requires_grad`` that they had when they were published; without it none requires grad.
     """
-    storages = manifest.storages
-    owners: list[torch.Tensor | None] = [None] * len(storages)  # of each storage the first tensor; later ones view its memory
+    tensors, storages, parameter = manifest.tensors, manifest.storages, nn.Parameter
+    kinds = [_kind_in_torch(kind) for kind in tensors.kinds]
     views = [segment.view for segment in segments]
-    dtypes, parameter = _DTypes(), nn.Parameter
+    places = list(zip(map(views.__getitem__, storages.segment), storages.offset, storages.nbytes, strict=True))
     made: list[torch.Tensor] = []
-    special: list[int] = []
     # Nothing here is to be differentiated through; not asking autograd about every step saves a tenth of the time.
     with torch._C._AutoDispatchBelowAutograd():
-        for spec in manifest.tensors:
-            dtype, itemsize = dtypes[spec.dtype]
-            number = spec.storage
-            if number >= 0:
-                storage, owner = storages[number], owners[number]
-                if owner is None and storage.shared and not spec.offset and not storage.nbytes % itemsize:
-                    tensor = views[storage.segment](storage.offset, storage.nbytes, dtype, spec.shape, spec.stride)
-                    owners[number] = tensor
-                else:
-                    if owner is None:
-                        owner = owners[number] = _whole(storage, segments)
-                    tensor = view_storage(owner.untyped_storage(), dtype, spec.offset, spec.shape, spec.stride)
+        unusual = _Unusual(manifest, segments, device)
+        apart = unusual.numbers
+        for number, (kind, storage) in enumerate(zip(tensors.kind, tensors.storage, strict=True)):
+            dtype, itemsize, shape, stride, is_parameter = kinds[kind]
+            if number in apart:
+                tensor = unusual.make(number)
             else:
-                where = device if number == -1 else "cpu"
-                tensor = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=where)
-            cls = spec.cls
-            if cls == "Parameter":
+                view, offset, nbytes = places[storage]
+                tensor = unusual.make(number) if nbytes % itemsize else view(offset, nbytes, dtype, shape, stride)
+            if is_parameter:
                 # As torch itself makes one (``UninitializedParameter.materialize``) where nobody else has the tensor: without the
                 # second tensor over the same memory that ``nn.Parameter(tensor)`` makes.
                 tensor.__class__ = parameter
-            elif cls:
-                special.append(len(made))
-            if spec.flags or (requires_grad and spec.requires_grad):
-                special.append(len(made))
             made.append(tensor)
-    for number in dict.fromkeys(special):
-        made[number] = _finished(made[number], manifest.tensors[number], classes, requires_grad)
+    unfinished = {number for number, kind in enumerate(tensors.kinds) if _is_unfinished(kind, requires_grad)}
+    if unfinished:
+        for number, kind in enumerate(tensors.kind):
+            if kind in unfinished:
+                made[number] = _finished(made[number], tensors.kinds[kind], classes, requires_grad)
     return made
 
 
-def _whole(storage: StorageSpec, segments: Sequence[MappedSegment]) -> torch.Tensor:
-    """All bytes of a storage: the published ones, or a copy of this process's own."""
-    flat = segments[storage.segment].tensor(storage.offset, storage.nbytes, torch.uint8)
-    if storage.shared:
-        return flat
-    return flat.cpu() if storage.host else flat.clone()
+def _kind_in_torch(kind: TensorKind) -> tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...], bool]:
+    dtype: torch.dtype = getattr(torch, kind.dtype)
+    return dtype, dtype.itemsize, kind.shape, kind.stride, kind.cls == "Parameter"
+
+
+class _Unusual:
+    """Tensors that are not just all of one storage that everybody maps.
+
+    Attributes:
+        numbers: Those that have no bytes, share their storage with others, start later than it, or lie in a copy of it.
+    """
+
+    def __init__(self, manifest: Manifest, segments: Sequence[MappedSegment], device: torch.device) -> None:
+        self._tensors, self._storages, self._segments, self._device = manifest.tensors, manifest.storages, segments, device
+        self._private, self._host = set(self._storages.private), set(self._storages.host)
+        self._owners: dict[int, torch.Tensor] = {}  # of each storage all bytes; all its tensors view their memory
+        self._offsets = dict(self._tensors.offsets)
+        storage = self._tensors.storage
+        apart = {-1, -2, *self._private}
+        if len(set(storage)) < len(storage):
+            apart.update(number for number, count in Counter(storage).items() if count > 1)
+        self.numbers = set(self._offsets)
+        if not apart.isdisjoint(storage):
+            self.numbers.update([number for number, where in enumerate(storage) if where in apart])
+
+    def make(self, number: int) -> torch.Tensor:
+        """One of them, as a plain tensor."""
+        kind, where = self._tensors.kinds[self._tensors.kind[number]], self._tensors.storage[number]
+        dtype: torch.dtype = getattr(torch, kind.dtype)
+        if where < 0:
+            device = self._device if where == -1 else "cpu"
+            return torch.empty_strided(kind.shape, kind.stride, dtype=dtype, device=device)
+        owner = self._owners.get(where)
+        if owner is None:
+            owner = self._owners[where] = self._whole(where)
+        return view_storage(owner.untyped_storage(), dtype, self._offsets.get(number, 0), kind.shape, kind.stride)
+
+    def _whole(self, number: int) -> torch.Tensor:
+        """All bytes of a storage: the published ones, or a copy of this process's own."""
+        storages = self._storages
+        segment = self._segments[storages.segment[number]]
+        flat = segment.tensor(storages.offset[number], storages.nbytes[number], torch.uint8)
+        if number not in self._private:
+            return flat
+        return flat.cpu() if number in self._host else flat.clone()
+
+
+def _is_unfinished(kind: TensorKind, requires_grad: bool) -> bool:
+    return bool(kind.flags) or kind.cls not in ("", "Parameter") or (requires_grad and kind.requires_grad)
 
 
 def _finished(
-    tensor: torch.Tensor, spec: TensorSpec, classes: Mapping[str, type[torch.Tensor]], requires_grad: bool
+    tensor: torch.Tensor, kind: TensorKind, classes: Mapping[str, type[torch.Tensor]], requires_grad: bool
 ) -> torch.Tensor:
     """A tensor with conjugation or negation pending, of a class of its own, or one to compute gradients for."""
-    tensor = torch._neg_view(tensor) if "neg" in spec.flags else tensor
-    tensor = torch.conj(tensor) if "conj" in spec.flags else tensor
-    requires_grad = requires_grad and spec.requires_grad
-    if spec.cls and (spec.flags or spec.cls != "Parameter"):
-        return torch.Tensor._make_subclass(classes.get(spec.cls, nn.Parameter), tensor, requires_grad)
+    tensor = torch._neg_view(tensor) if "neg" in kind.flags else tensor
+    tensor = torch.conj(tensor) if "conj" in kind.flags else tensor
+    requires_grad = requires_grad and kind.requires_grad
+    if kind.cls and (kind.flags or kind.cls != "Parameter"):
+        return torch.Tensor._make_subclass(classes.get(kind.cls, nn.Parameter), tensor, requires_grad)
     return tensor.requires_grad_() if requires_grad else tensor

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import types
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
 from torchwcache.module.graph import ATOMIC_TYPES, children, is_leaf
+from torchwcache.module.tree import Tree
 
 __all__ = ["find_meta_tensors", "tree_holds_meta"]
 
@@ -25,8 +27,8 @@ _CLOSED: frozenset[type] = ATOMIC_TYPES | {
 # What these hold is what they contain, so an empty one leads nowhere. An ``OrderedDict`` may have attributes besides.
 _CONTAINERS: frozenset[type] = frozenset({dict, list, set, tuple, frozenset})
 
-_BATCH = 1000
-"""So many objects are asked about at once: few enough that the second look at them finds them in the core's cache."""
+_BATCH = 50
+"""So many modules are asked about at once: few enough that the second look at what they hold finds it in the core's cache."""
 
 
 def _function_parts(function: types.FunctionType) -> list[Any]:
@@ -74,41 +76,45 @@ def _holds_meta(objects: list[Any], seen: set[int]) -> bool:
     return False
 
 
-def tree_holds_meta(tree: Sequence[nn.Module], real: Iterable[torch.Tensor]) -> bool:
+def tree_holds_meta(tree: Tree, held: Sequence[tuple[Sequence[dict[str, Any]], Sequence[torch.Tensor | None]]]) -> bool:
     """Whether a meta tensor is reachable from a module: :func:`find_meta_tensors` for a tree that was filled just now.
 
     It is answered at a fraction of the expense. What a module holds are nearly always a dozen empty dicts of hooks, numbers, and
-    tables of modules and tensors that are known. So the collector is asked what everything that modules of one class hold leads to.
-    If that is nothing but what is known, no single object needs to be looked at: all else, a tensor too, leads to its class or to
+    tables of modules and tensors that are known. So the collector is asked what everything that many modules hold leads to. If
+    that is nothing but what is known, no single object needs to be looked at: all else, a tensor too, leads to its class or to
     its contents at least.
 
     Args:
-        tree: Every module of the tree.
-        real: Tensors that are known not to be on the meta device and to have no attributes.
+        tree: All modules.
+        held: The ``__dict__`` of the tree, all of them, with what lies in their tables of parameters and buffers, in that order:
+            tensors that are known not to be on the meta device and to have no attributes, and ``None``.
     """
-    known = {id(None), *map(id, tree), *map(id, real)}
     suspects: list[Any] = []
-    by_class: defaultdict[type, list[Any]] = defaultdict(list)
-    for module in tree:
-        held = by_class[type(module)]
-        held += module.__dict__.values()
-        if len(held) >= _BATCH:
-            suspects += _leading_elsewhere(held, known)
-            held.clear()
-    for held in by_class.values():
-        suspects += _leading_elsewhere(held, known)
-    slotted = {cls for cls in by_class if cls.__basicsize__ != nn.Module.__basicsize__}
-    if slotted:  # besides its ``__dict__``, such a module has places that only the collector lists
-        whole = [module for module in tree if type(module) in slotted]
-        known.difference_update(map(id, whole))
-        suspects += whole
-    return bool(suspects) and _holds_meta(suspects, known)
+    for states, tensors in held:
+        rows = len(tensors) // len(states) if states else 0
+        for start in range(0, len(states), _BATCH):
+            batch = states[start : start + _BATCH]
+            suspects += _leading_elsewhere(batch, tensors[start * rows : (start + _BATCH) * rows], tree.ids)
+    slotted = {cls for cls in tree.classes if cls.__basicsize__ != nn.Module.__basicsize__}
+    # Besides its ``__dict__``, such a module has places that only the collector lists.
+    suspects += [module for module in tree.modules if type(module) in slotted] if slotted else []
+    if not suspects:
+        return False
+    known = {id(tensor) for _, tensors in held for tensor in tensors}
+    known |= {id(module) for module in tree.modules if type(module) not in slotted}
+    return _holds_meta(suspects, known)
 
 
-def _leading_elsewhere(held: list[Any], known: set[int]) -> list[Any]:
-    """All of ``held`` if any of it leads to something that is neither known nor a plain value, else nothing."""
-    found = [obj for obj in gc.get_referents(*held) if id(obj) not in known and type(obj) not in ATOMIC_TYPES]
-    return held.copy() if found else []
+def _leading_elsewhere(states: Sequence[dict[str, Any]], tensors: Sequence[torch.Tensor | None], modules: set[int]) -> list[Any]:
+    """All that these modules hold if any of it leads to something that is neither known nor a plain value, else nothing."""
+    held = gc.get_referents(*states)
+    found = gc.get_referents(*held)
+    if len(found) == len(tensors) and all(map(is_, found, tensors)):
+        return []  # as it is in modules without children
+    strange = set(map(id, found)).difference(modules, map(id, tensors), (id(None),))
+    if not strange or all(type(obj) in ATOMIC_TYPES for obj in found if id(obj) in strange):
+        return []
+    return held
 
 
 def find_meta_tensors(root: nn.Module, limit: int = 100) -> list[str]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -36,7 +39,8 @@ from torchwcache.module.classes import encode_class_value, tree_classes
 from torchwcache.module.graph import ATOMIC_TYPES, assign, child, remove, type_name
 from torchwcache.module.making import make_tensors
 from torchwcache.module.reachability import find_meta_tensors, tree_holds_meta
-from torchwcache.module.same_build import AttributeCheck, Problem, check_tree, named_tree, plain
+from torchwcache.module.same_build import AttributeCheck, Problem, check_tree, plain
+from torchwcache.module.tree import Group, Tree
 
 __all__ = ["RebindReport", "rebind"]
 
@@ -94,16 +98,19 @@ class _Rebinding:
         self.module, self.manifest, self.segments = module, manifest, segments
         self.device, self.requires_grad = device, requires_grad
         self.problems: list[Problem] = []
-        self.paths, self.tree = named_tree(module)
+        self.tree = Tree(module)
+        self.groups: list[Group] = []
         self.objects: list[Any] = []
         self.tensors: list[torch.Tensor] = []
         self.attributed: set[int] = set()
+        self.held: list[tuple[list[dict[str, Any]], list[Any]]] = []  # what lies in the tables, as ``tree_holds_meta`` takes it
         self.plain: list[weakref.ref[torch.Tensor]] = []
         self.decoder = Decoder(self.leaf)
 
     def run(self) -> RebindReport:
         try:
-            self.problems += check_tree(self.paths, self.tree, self.manifest.modules)
+            self.groups, problems = check_tree(self.tree, self.manifest.modules)
+            self.problems += problems
             self.raise_problems()
             self.resolve_objects()
             self.raise_problems()
@@ -126,15 +133,12 @@ class _Rebinding:
 
     def report(self) -> RebindReport:
         storages = self.manifest.storages
-        mapped = sum([spec.nbytes for spec in storages if spec.shared])
-        copied = sum([spec.nbytes for spec in storages if not spec.shared])
+        copied = sum([storages.nbytes[number] for number in storages.private])
+        mapped = sum(storages.nbytes) - copied
         return RebindReport(mapped_nbytes=mapped, copied_nbytes=copied, tensors=len(self.tensors), plain=self.plain)
 
     def check_completeness(self) -> None:
-        bare = self.tensors
-        if self.attributed:
-            bare = [tensor for number, tensor in enumerate(bare) if number not in self.attributed]
-        if tree_holds_meta(self.tree, bare):
+        if tree_holds_meta(self.tree, self.held):
             left = find_meta_tensors(self.module)
             self.problems += [(path, "is still on the meta device: the manifest has no value for it") for path in left]
             self.raise_problems()
@@ -150,26 +154,37 @@ class _Rebinding:
     # ---- is it the same module? ----------------------------------------------------------------------------------------------
 
     def check_attributes(self) -> None:
-        check = AttributeCheck(self.manifest)
-        check.check_modules(self.tree, self.manifest.modules)
+        check = AttributeCheck()
+        for group in self.groups:
+            for name, values in group.kind.attributes:
+                check.check_column(name, group.states, values, partial(self._module_path, group))
         for number, item in enumerate(self.manifest.objects):
             if item.attributes >= 0:
-                state = getattr(self.objects[len(self.tree) + number], "__dict__", {})
-                check.check(self._object_path(number), state, item.attributes)
+                state = getattr(self.objects[len(self.tree.modules) + number], "__dict__", {})
+                check.check_object(self._object_path(number), state, self.manifest.attribute_sets[item.attributes])
         self.problems += check.problems
+
+    def _module_path(self, group: Group, row: int) -> str:
+        numbers = [number for number, kind in enumerate(self.manifest.modules.kind) if kind == group.number]
+        return self.paths[numbers[row]]
 
     def _object_path(self, number: int) -> str:
         spec = self.manifest.objects[number]
-        modules = len(self.tree)
-        parent = self.manifest.modules[spec.parent].path if spec.parent < modules else self._object_path(spec.parent - modules)
+        modules = len(self.tree.modules)
+        parent = self.paths[spec.parent] if spec.parent < modules else self._object_path(spec.parent - modules)
         key = plain(spec.step.key)
         step = f".{key}" if spec.step.kind in ("attribute", "slot") else f"[{key!r}]"
         return (parent + step).lstrip(".")
 
+    @cached_property
+    def paths(self) -> list[str]:
+        """For messages only."""
+        return self.manifest.modules.paths()
+
     # ---- objects and tensors -------------------------------------------------------------------------------------------------
 
     def resolve_objects(self) -> None:
-        self.objects = list(self.tree)
+        self.objects = list(self.tree.modules)
         for number, spec in enumerate(self.manifest.objects):
             parent = self.objects[spec.parent]
             found: Any = _MISSING
@@ -184,7 +199,7 @@ class _Rebinding:
     def tensor_classes(self) -> dict[str, type[torch.Tensor]]:
         """Classes by name. Only what is loaded already, and only tensor classes: reading a manifest imports nothing."""
         found: dict[str, type[torch.Tensor]] = {}
-        for name in {spec.cls for spec in self.manifest.tensors}:
+        for name in {kind.cls for kind in self.manifest.tensors.kinds}:
             if name in ("", "Parameter"):
                 continue
             module, _, qualname = name.partition(":")
@@ -202,7 +217,7 @@ class _Rebinding:
 
     def _class_in_build(self, name: str) -> type[torch.Tensor] | None:
         # A class made inside a function has no importable name, but the build has tensors of it.
-        for module in self.tree:
+        for module in self.tree.modules:
             for tensor in module._parameters.values():
                 if tensor is not None and type_name(type(tensor)) == name:
                     return type(tensor)
@@ -237,51 +252,54 @@ class _Rebinding:
 
     def set_tensor_attributes(self) -> None:
         """After the edits, in the order in which they were captured: an attribute may refer to a container that an edit made."""
-        specs = self.manifest.tensors
-        inherited = {index for index, spec in enumerate(specs) if spec.inherited}
-        built = self.built_tensors(inherited) if inherited else {}
-        for index in sorted(inherited.union([index for index, spec in enumerate(specs) if spec.attributes])):
-            spec = specs[index]
-            state = self.tensors[index].__dict__
-            for name in spec.inherited:
+        kinds = self.manifest.tensors.kinds
+        wanted = {number for number, kind in enumerate(kinds) if kind.attributes or kind.inherited}
+        if not wanted:
+            return
+        built = self.built_tensors()
+        for index, number in enumerate(self.manifest.tensors.kind):
+            if number not in wanted:
+                continue
+            kind, state = kinds[number], self.tensors[index].__dict__
+            for name in kind.inherited:
                 if name in (theirs := built[index].__dict__ if index in built else {}):
                     state[name] = theirs[name]
                 else:
                     self.problems.append((f"tensor {index}.{name}", "the build makes no tensor to take this attribute over from"))
-            for name, value in spec.attributes:
+            for name, value in kind.attributes:
                 state[name] = self.decoder.value(value)
             if not all(type(value) in ATOMIC_TYPES for value in state.values()):
                 self.attributed.add(index)
 
-    def built_tensors(self, wanted: set[int]) -> dict[int, torch.Tensor]:
-        """What the build put where these tensors belong: in the first place of each. Only before the tables are filled."""
+    def built_tensors(self) -> dict[int, torch.Tensor]:
+        """What the build put where each tensor belongs: in the first place of each. Only before the tables are filled."""
         found: dict[int, torch.Tensor] = {}
-        for module, spec in zip(self.tree, self.manifest.modules, strict=True):
-            if spec.same_as >= 0:
-                continue
-            buffers = [(name, index) for name, index, _ in spec.buffers]
-            for name, index in (*spec.parameters, *buffers):
-                tensor = module._parameters.get(name, module._buffers.get(name))
-                if index in wanted and tensor is not None:
+        for state, spec in zip(self.tree.states, self.manifest.modules, strict=True):
+            for name, index in (*spec.parameters, *[(name, index) for name, _, index in spec.buffers]):
+                tensor = state["_parameters"].get(name, state["_buffers"].get(name))
+                if tensor is not None:
                     found.setdefault(index, tensor)
         return found
 
     def fill_tables(self) -> None:
         """After all edits: whatever they did, what lies in the tables is what the manifest says."""
-        tensors = self.tensors
-        for module, spec in zip(self.tree, self.manifest.modules, strict=True):
-            if spec.same_as >= 0:
-                continue
-            state = module.__dict__
-            state["training"] = spec.training
-            entries, table = spec.parameters, state["_parameters"]
-            if entries or table:
-                _fill(table, entries, tensors)
-            buffers, table, transient = spec.buffers, state["_buffers"], state["_non_persistent_buffers_set"]
-            if buffers or table or transient:
-                _fill(table, [(name, index) for name, index, _ in buffers], tensors)
-                transient.clear()
-                transient.update(name for name, _, persistent in buffers if not persistent)
+        tensors: list[torch.Tensor | None] = [*self.tensors, None]  # where a module holds None, its number is -1
+        bare: list[Any] = tensors
+        if self.attributed:
+            bare = [self if number in self.attributed else tensor for number, tensor in enumerate(tensors)]  # self: known to nobody
+        for group in self.groups:
+            kind, states = group.kind, group.states
+            if kind.same_as:
+                continue  # filled at their first path
+            training = kind.training
+            for state in states:
+                state["training"] = training
+            buffers = [(name, column) for name, _, column in kind.buffers]
+            _fill(states, "_parameters", kind.parameters, tensors)
+            _fill(states, "_buffers", buffers, tensors)
+            _fill_sets(states, {name for name, persistent, _ in kind.buffers if not persistent})
+            columns = [map(bare.__getitem__, column) for _, column in (*kind.parameters, *buffers)]
+            self.held.append((states, list(columns[0] if len(columns) == 1 else chain.from_iterable(zip(*columns, strict=True)))))
 
     def apply_edits(self) -> None:
         for number, edit in enumerate(self.manifest.edits):
@@ -333,18 +351,31 @@ class _Rebinding:
             setattr(cls, edit.name, self.decoder.value(edit.after))
 
 
-def _fill(table: dict[str, torch.Tensor | None], entries: Sequence[tuple[str, int | None]], tensors: list[torch.Tensor]) -> None:
-    if len(table) == len(entries):
-        for key, (name, index) in zip(table, entries):  # noqa: B905 - checked, and this runs once a module
-            if key != name:
-                break
+def _fill(
+    states: list[dict[str, Any]], table: str, columns: Sequence[tuple[str, Sequence[int]]], tensors: list[torch.Tensor | None]
+) -> None:
+    """Put tensors into one table of modules of one kind: under each name what the column has for each module."""
+    tables: Iterable[dict[str, torch.Tensor | None]] = map(itemgetter(table), states)
+    if not columns and not any(tables):
+        return
+    tables = [state[table] for state in states]
+    names = tuple([name for name, _ in columns])
+    if set(map(tuple, tables)) != {names}:
+        for entries in tables:
+            if tuple(entries) != names:
+                entries.clear()
+    for name, column in columns:
+        for entries, index in zip(tables, column, strict=True):
             # Under the key that is there: torch's own, which is found by identity. A replaced value is no change of the dict.
-            table[key] = None if index is None else tensors[index]
-        else:
-            return
-    table.clear()
-    for name, index in entries:
-        table[name] = None if index is None else tensors[index]
+            entries[name] = tensors[index]
+
+
+def _fill_sets(states: list[dict[str, Any]], names: set[str]) -> None:
+    """Say which buffers of these modules are not persistent."""
+    if names or any(map(itemgetter("_non_persistent_buffers_set"), states)):
+        for state in states:
+            state["_non_persistent_buffers_set"].clear()
+            state["_non_persistent_buffers_set"].update(names)
 
 
 def _torch_constant(name: str, kinds: Any) -> Any:

@@ -2,80 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, TypeAlias
-
-from torch import nn
 
 from torchwcache.encoding import Value, VBool, VFloat, VInt, VStr, decode
 from torchwcache.errors import EncodingError
-from torchwcache.manifest import Manifest, ModuleSpec
+from torchwcache.manifest import Attributes, Modules
 from torchwcache.module.attributes import encode_attribute
 from torchwcache.module.graph import type_name
+from torchwcache.module.tree import Group, Tree
 
-__all__ = ["AttributeCheck", "Problem", "check_tree", "named_tree", "plain"]
+__all__ = ["AttributeCheck", "Problem", "check_tree", "plain"]
 
 Problem: TypeAlias = tuple[str, str]
 """A path, and what is wrong there."""
 
 _MISSING = object()
 _NOT_PLAIN = object()
-_CHEAP = (str, int, bool, float)
+_CHEAP = (str, int, bool, float, type(None))
 """Types whose values are equal in tagged form if they are of one type and equal in Python; tuples of them, too, item by item.
 NaN is settled the other way."""
 
+_modules_of = itemgetter("_modules")
 
-def named_tree(root: nn.Module) -> tuple[list[str], list[nn.Module]]:
-    """Paths and modules as ``root.named_modules(remove_duplicate=False)`` gives them.
 
-    That passes every module through one generator for each level above it, which is most of what it costs.
+# ---- the tree ----------------------------------------------------------------------------------------------------------------
+
+
+def check_tree(tree: Tree, modules: Modules) -> tuple[list[Group], list[Problem]]:
+    """Compare the tree built here with that of the entry: paths, classes, modules that have several paths.
+
+    Returns:
+        The modules by kind, and what differs; no modules if they are not the same ones.
     """
-    paths: list[str] = []
-    tree: list[nn.Module] = []
-    _walk(root, "", paths, tree)
-    classes: set[type[nn.Module]] = {type(module) for module in tree}
-    if any(cls.named_modules is not nn.Module.named_modules for cls in classes):
-        named = list(root.named_modules(remove_duplicate=False))
-        return [path for path, _ in named], [module for _, module in named]
-    return paths, tree
+    groups = tree.groups(modules) if len(tree.states) == len(modules) else []
+    if tree.named or modules.named or not groups or not all(map(_same_children, groups)):
+        mine, theirs = tree.paths(), modules.paths()
+        if mine != theirs:
+            return [], _differing_paths(mine, theirs)
+    return groups, [*_differing_classes(tree, modules), *_differing_sharing(tree, modules)]
 
 
-def _walk(module: nn.Module, path: str, paths: list[str], tree: list[nn.Module]) -> None:
-    paths.append(path)
-    tree.append(module)
-    children = module._modules
-    if children:
-        prefix = f"{path}." if path else ""
-        for name, child in children.items():
-            if child is not None:
-                _walk(child, prefix + name, paths, tree)
+def _same_children(group: Group) -> bool:
+    """Whether all modules of a group have the children that their kind has, and so, all in all, the same paths."""
+    tables, children = list(map(_modules_of, group.states)), group.kind.children
+    if not children:
+        return not any(tables)
+    if set(map(tuple, tables)) == {children}:
+        return True
+    return {tuple([name for name, child in table.items() if child is not None]) for table in tables} == {children}
 
 
-def check_tree(paths: Sequence[str], tree: Sequence[nn.Module], specs: Sequence[ModuleSpec]) -> list[Problem]:
-    """What differs between the tree built here and that of the entry: paths, classes, modules that have several paths."""
-    if paths != [spec.path for spec in specs]:
-        return _check_paths(paths, specs)
+def _differing_paths(mine: Sequence[str], theirs: Sequence[str]) -> list[Problem]:
+    problems = [(path or "(root)", "is built here, but not in the entry") for path in sorted({*mine} - {*theirs})]
+    problems += [(path or "(root)", "is in the entry, but not built here") for path in sorted({*theirs} - {*mine})]
+    return problems or [("(root)", "the modules come in another order than in the entry")]
+
+
+def _differing_classes(tree: Tree, modules: Modules) -> list[Problem]:
+    names = {cls: type_name(cls) for cls in tree.classes}
+    pairs = set(zip(map(type, tree.modules), modules.kind, strict=True))  # few: the layers of a model are alike
+    if all(names[cls] == modules.kinds[kind].cls for cls, kind in pairs):
+        return []
+    return [
+        (spec.path or "(root)", f"is a {names[type(module)]} here, a {spec.cls} in the entry")
+        for module, spec in zip(tree.modules, modules, strict=True)
+        if names[type(module)] != spec.cls
+    ]
+
+
+def _differing_sharing(tree: Tree, modules: Modules) -> list[Problem]:
+    if len(tree.ids) == len(tree.modules) and not any(kind.same_as for kind in modules.kinds):
+        return []  # no module has two paths
     problems: list[Problem] = []
-    names = {cls: type_name(cls) for cls in set(map(type, tree))}
-    if [names[type(module)] for module in tree] != [spec.cls for spec in specs]:
-        for module, spec in zip(tree, specs, strict=True):
-            name = names[type(module)]
-            if name != spec.cls:
-                problems.append((spec.path or "(root)", f"is a {name} here, a {spec.cls} in the entry"))
-    if len(set(map(id, tree))) == len(tree) and all(spec.same_as < 0 for spec in specs):
-        return problems  # no module has two paths
     first: dict[int, int] = {}
-    for number, (module, spec) in enumerate(zip(tree, specs, strict=True)):
+    for number, (module, spec) in enumerate(zip(tree.modules, modules, strict=True)):
         if first.setdefault(id(module), number) != (spec.same_as if spec.same_as >= 0 else number):
             problems.append((spec.path, "shares its module with another path in only one of the two"))
     return problems
 
 
-def _check_paths(paths: Sequence[str], specs: Sequence[ModuleSpec]) -> list[Problem]:
-    mine, theirs = set(paths), {spec.path for spec in specs}
-    problems = [(path or "(root)", "is built here, but not in the entry") for path in sorted(mine - theirs)]
-    problems += [(path or "(root)", "is in the entry, but not built here") for path in sorted(theirs - mine)]
-    return problems or [("(root)", "the modules come in another order than in the entry")]
+# ---- what the build resolved -------------------------------------------------------------------------------------------------
 
 
 def plain(value: Value) -> Any:
@@ -95,49 +103,75 @@ class AttributeCheck:
         problems: What was found so far.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self) -> None:
         self.problems: list[Problem] = []
-        self._expected = [dict(entry) for entry in manifest.attribute_sets]
-        # With the type, so that the loop over modules compares and does nothing else; None is what it is or it is not.
-        self._sets: list[list[tuple[str, Any, type | None]]] = []
-        for entry in manifest.attribute_sets:
-            values = [(name, plain(value)) for name, value in entry]
-            self._sets.append([(name, value, type(value) if _is_cheap(value) else None) for name, value in values])
 
-    def check_modules(self, tree: Sequence[nn.Module], specs: Sequence[ModuleSpec]) -> None:
-        """Compare each module with its set."""
-        for module, spec in zip(tree, specs, strict=True):
-            if spec.attributes >= 0:
-                self.check(spec.path, module.__dict__, spec.attributes)
+    def check_object(self, path: str, state: dict[str, Any], expected: Attributes) -> None:
+        """Compare what one object holds."""
+        for name, value in expected:
+            self.check_column(name, [state], (value,), lambda _: path)
 
-    def check(self, path: str, state: dict[str, Any], number: int) -> None:
-        """Compare what one object holds with set ``number``."""
-        for name, value, kind in self._sets[number]:
-            mine = state.get(name, _MISSING)
-            # The cheap test first; only what it cannot settle (containers, NaN, a difference) is put into tagged form.
-            if mine is value or (type(mine) is kind and (_equal_tuples(mine, value) if kind is tuple else mine == value)):
-                continue
-            self._compare(f"{path}.{name}" if path else name, mine, self._expected[number][name])
+    def check_column(
+        self, name: str, states: Sequence[dict[str, Any]], expected: Sequence[Value], path_of: Callable[[int], str]
+    ) -> None:
+        """Compare what several objects hold under one name.
 
-    def _compare(self, path: str, mine: Any, expected: Value) -> None:
-        if mine is _MISSING:
-            self.problems.append((path, "is missing here"))
+        Args:
+            name: Of the attribute.
+            states: The ``__dict__`` of each object.
+            expected: One value for all of them, or one for each.
+            path_of: Gives the path of an object, by its place among them.
+        """
+        mine = [state.get(name, _MISSING) for state in states]
+        if len(expected) == 1:
+            if _all_equal(mine, plain(expected[0])):
+                return
+            settled: dict[int, bool] = {}  # one object that many hold is looked at once
+            for row, value in enumerate(mine):
+                same = settled.get(id(value))
+                if same is None:
+                    same = settled[id(value)] = _same(value, expected[0])
+                if not same:
+                    self._differs(path_of(row), name, value, expected[0])
             return
-        try:
-            tagged = encode_attribute(mine)
-            same = tagged == expected or repr(tagged) == repr(expected)
-        except EncodingError:
-            same = False
-        if not same:
-            self.problems.append((path, f"is {mine!r} here, {_show(expected)} in the entry"))
+        for row, (value, theirs) in enumerate(zip(mine, expected, strict=True)):
+            if not _equal(value, plain(theirs)) and not _same(value, theirs):
+                self._differs(path_of(row), name, value, theirs)
+
+    def _differs(self, path: str, name: str, mine: Any, expected: Value) -> None:
+        reason = "is missing here" if mine is _MISSING else f"is {mine!r} here, {_show(expected)} in the entry"
+        self.problems.append((f"{path}.{name}" if path else name, reason))
 
 
-def _is_cheap(value: Any) -> bool:
-    return type(value) in _CHEAP or (type(value) is tuple and all(type(item) in _CHEAP for item in value))
+def _all_equal(values: list[Any], expected: Any) -> bool:
+    """Whether all values are this one, as far as a cheap test can tell."""
+    kind = type(expected)
+    if kind in _CHEAP:  # types first: True is 1
+        return set(map(type, values)) == {kind} and values.count(expected) == len(values)
+    return kind is tuple and all(_equal(value, expected) for value in {id(value): value for value in values}.values())
 
 
-def _equal_tuples(mine: Any, value: tuple[Any, ...]) -> bool:
-    return list(map(type, mine)) == list(map(type, value)) and bool(mine == value)  # types first: True is 1, a tensor neither
+def _equal(mine: Any, expected: Any) -> bool:
+    """Whether a value is equal to a plain one, as far as a cheap test can tell."""
+    kind = type(mine)
+    if kind is not type(expected):
+        return False
+    if kind is not tuple:
+        return kind in _CHEAP and bool(mine == expected)
+    kinds = list(map(type, mine))
+    # Types first here, too: what a tensor is equal to is another tensor.
+    return all(kind in _CHEAP for kind in kinds) and kinds == list(map(type, expected)) and bool(mine == expected)
+
+
+def _same(mine: Any, expected: Value) -> bool:
+    """Whether a value is what was published; what the cheap tests could not settle: containers, NaN, a difference."""
+    if mine is _MISSING:
+        return False
+    try:
+        tagged = encode_attribute(mine)
+    except EncodingError:
+        return False
+    return tagged == expected or repr(tagged) == repr(expected)
 
 
 def _show(value: Value) -> str:
