@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from torchwcache_sglang import leases
 
-__all__ = ["GUARDS", "UPDATER_GUARDS", "around_release", "around_resume", "refusing", "refusing_in_updater"]
+__all__ = ["GUARDS", "UPDATER_GUARDS", "around_release", "around_resume", "refusing", "refusing_in_updater", "updating_in_place"]
 
 logger = logging.getLogger("sglang.torchwcache")
 
@@ -27,6 +28,14 @@ _OUTPUTS = {
     "update_weights_from_ipc": "UpdateWeightsFromIPCReqOutput",
     "begin_weight_update": "BeginWeightUpdateReqOutput",
 }
+
+
+_updating: ContextVar[bool] = ContextVar("torchwcache_updating", default=False)
+
+
+def updating_in_place() -> bool:
+    """Whether SGLang is asking for a loader to write into the weights that it has, which are its own."""
+    return _updating.get()
 
 
 def _reason(operation: str) -> str:
@@ -55,7 +64,11 @@ def refusing_in_updater(name: str) -> Callable[..., Any]:
 
     def hook(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
         if not leases.anything_shared():
-            return original(updater, *args, **kwargs)
+            token = _updating.set(True)
+            try:
+                return original(updater, *args, **kwargs)
+            finally:
+                _updating.reset(token)
         if name in ("begin_weight_update", "end_weight_update"):
             raise RuntimeError(_reason(name))
         return False, _reason(name)

@@ -57,7 +57,7 @@ def around_get_model_loader(original: Callable[..., Any], load_config: Any, mode
         load_config = copy.copy(load_config)
         load_config.model_loader_extra_config = theirs  # SGLang's loaders refuse what they do not know
     inner = original(load_config, model_config)
-    if options is None:
+    if options is None or guards.updating_in_place():
         return inner
     from torchwcache_sglang.loader import CacheLoader
     from torchwcache_sglang.refusals import refusal

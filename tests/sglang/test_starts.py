@@ -141,11 +141,11 @@ def test_weights_are_not_written_while_they_are_shared(cache: Any, checkpoints: 
 
 
 def test_without_the_cache_weights_can_be_updated(cache: Any, checkpoints: Path) -> None:
-    """The guards are about shared weights only: a model that was refused is the engine's own."""
-    with cache.start(checkpoints / "dense", enable_weights_cpu_backup=True) as engine:
+    """The guards are about shared weights only: a model that was loaded without the cache is the engine's own."""
+    with cache.start(checkpoints / "dense", mode="client") as engine:
         tokens = engine.started()
-        assert "--enable-weights-cpu-backup" in engine.said
-        assert not cache.socket.exists()
+        assert "DaemonUnavailable" in engine.lines[0].text
+        assert not engine.lines[0].published
         answer = engine.call("update_weights_from_disk", model_path=str(checkpoints / "other"))
         assert answer["result"].startswith("(True"), answer
         assert engine.generate() != tokens
@@ -155,6 +155,8 @@ def test_refusals_and_strays_stop_the_start_when_they_are_told_to(cache: Any, ch
     strict = {"TORCHWCACHE_FALLBACK": "error"}
     with cache.start(checkpoints / "dense", env=strict, load_format="dummy") as engine:
         assert "DummyModelLoader (--load-format dummy) loads in a way of its own" in engine.failed()
+    with cache.start(checkpoints / "dense", env=strict, enable_weights_cpu_backup=True) as engine:
+        assert "--enable-weights-cpu-backup frees and restores weights" in engine.failed()
     # A plugin that was switched off cannot speak up, but SGLang does not know our options then.
     asked = json.dumps({"torchwcache": {"mode": "daemon"}})
     with cache.start(checkpoints / "dense", mode="", env={"SGLANG_PLUGINS": "another"}, model_loader_extra_config=asked) as engine:

@@ -232,6 +232,19 @@ def test_asked_for_it_is_ours_around_it(sglang_loader: types.ModuleType) -> None
     assert "torchwcache" in config.model_loader_extra_config, "the engine's own config stays as it is"
 
 
+def test_weights_of_ones_own_are_updated_by_sglangs_own_loader(
+    sglang_loader: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHWCACHE_MODE", "daemon")
+    monkeypatch.setattr(leases, "_shared", False)
+
+    def update(updater: object) -> object:
+        return hooks.around_get_model_loader(make_default, LoadConfig(), object())
+
+    assert type(guards.refusing_in_updater("update_weights_from_disk")(update, object())) is DefaultModelLoader
+    assert type(update(object())).__name__ == "CacheLoader"
+
+
 def test_what_is_not_cached_is_said_or_stops_the_start(
     sglang_loader: types.ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
