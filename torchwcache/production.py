@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchwcache.adapter import Adapter, CaptureRules, Description, LoadContext, LoadResult
+from torchwcache.adapter import Adapter, Description, LoadContext, LoadResult
 from torchwcache.adapters import adapter_for
 from torchwcache.attachment import Attachment, AttachReport
 from torchwcache.config import Access, ModelConfig
@@ -87,9 +88,9 @@ def load_unpublished(cfg: ModelConfig, adapter: Adapter, memory: Memory) -> Load
         return adapter.load(cfg, context)
 
 
-def attach_from_disk(cfg: ModelConfig, report: AttachReport, *, requires_grad: bool) -> Attachment:
+def attach_from_disk(cfg: ModelConfig, report: AttachReport, *, requires_grad: bool, adapter: Adapter | None = None) -> Attachment:
     """Load into ordinary memory: mode ``off``, and every fallback."""
-    adapter = adapter_for(cfg)
+    adapter = adapter if adapter is not None else adapter_for(cfg)
     with report.phase("load"):
         result = load_unpublished(cfg, adapter, memory_for(cfg.device))
     return serve_unpublished(cfg, adapter, result, report, requires_grad)
@@ -232,7 +233,7 @@ def capture_module(
 ) -> Captured:
     """Capture under the rules of adapter and user."""
     rules = adapter.rules(cfg, module)
-    rules = CaptureRules(ignore={**rules.ignore, **cfg.ignore}, constants=(*rules.constants, *cfg.constants))
+    rules = dataclasses.replace(rules, ignore={**rules.ignore, **cfg.ignore}, constants=(*rules.constants, *cfg.constants))
     return capture(module, built, device=memory.device, rules=rules, construction=construction, classes=classes)  # type: ignore[arg-type]
 
 

@@ -14,6 +14,7 @@ Needs pytest, which torchwcache itself does not depend on.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchwcache.adapter import Adapter, CaptureRules, LoadContext
+from torchwcache.adapter import Adapter, LoadContext
 from torchwcache.config import Access, ModelConfig
 from torchwcache.errors import CheckpointError, CheckpointNotFoundError, UnsupportedQuantizationError
 from torchwcache.identity.fingerprint import Fingerprint
@@ -119,7 +120,7 @@ class AdapterConformance:
             result = adapter.load(cfg, _context(memory, writer))
             assert not find_meta_tensors(result.module)
             rules = adapter.rules(cfg, result.module)
-            rules = CaptureRules(ignore={**rules.ignore, **cfg.ignore}, constants=(*rules.constants, *cfg.constants))
+            rules = dataclasses.replace(rules, ignore={**rules.ignore, **cfg.ignore}, constants=(*rules.constants, *cfg.constants))
             captured = capture(result.module, built, device=memory.device, rules=rules, construction=how)  # type: ignore[arg-type]
             placements = pack(captured, writer)
             fds = [segment.seal() for segment in writer.segments]

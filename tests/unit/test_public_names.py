@@ -31,6 +31,7 @@ NAMES = {
     "ModelConfig",
     "Parallelism",
     "Policy",
+    "RankError",
     "RebindError",
     "RefusedError",
     "Role",

@@ -70,6 +70,15 @@ def _slot_names(cls: type) -> Iterator[str]:
                 yield f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
 
 
+def _slot(obj: Any, name: str) -> Any:
+    """The descriptor of a slot: it writes past any ``__setattr__``, also that of a frozen class that is written in C."""
+    for base in type(obj).__mro__:
+        found = base.__dict__.get(name)
+        if isinstance(found, types.MemberDescriptorType):
+            return found
+    raise LookupError(f"no slot {name!r} in {type_name(type(obj))}")
+
+
 def _attributes(obj: Any) -> Iterator[tuple[str, Any, Any]]:
     state = getattr(obj, "__dict__", None)
     if isinstance(state, dict):
@@ -182,7 +191,7 @@ def assign(obj: Any, kind: str, key: Any, value: Any) -> None:
             obj.__dict__[key] = value
             return
         case "slot":
-            object.__setattr__(obj, key, value)
+            _slot(obj, key).__set__(obj, value)
             return
         case "index" if isinstance(obj, (list, deque)):
             obj[key] = value
@@ -233,7 +242,7 @@ def remove(obj: Any, kind: str, key: Any) -> None:
         case "attribute" | "tensor_attribute":
             obj.__dict__.pop(key, None)
         case "slot":
-            object.__delattr__(obj, key)
+            _slot(obj, key).__delete__(obj)
         case "key":
             _dict_class(obj).pop(obj, key, None)
         case _:

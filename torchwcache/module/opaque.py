@@ -68,6 +68,10 @@ def same_opaque(a: Any, b: Any, depth: int = 0) -> OpaqueComparison:
         return OpaqueComparison.DIFFERENT
     if type(a) in STATELESS and type(a) is not re.Pattern:
         return OpaqueComparison.SAME
+    if isinstance(a, (torch.Stream, torch.Event)):
+        # Each process makes its own, and what a build made is as good as what the load used, if it is for the same device.
+        same = a.device == b.device and getattr(a, "priority", 0) == getattr(b, "priority", 0)
+        return OpaqueComparison.SAME if same else OpaqueComparison.DIFFERENT
     if isinstance(a, torch.Generator):
         same = a.device == b.device and torch.equal(a.get_state(), b.get_state())
         return OpaqueComparison.SAME if same else OpaqueComparison.DIFFERENT

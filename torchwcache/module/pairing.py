@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -45,6 +46,7 @@ __all__ = ["Pairing", "has_state"]
 
 _REMOVED = object()
 _MUTABLE = (list, dict, set, deque)
+_STRUCT_BASES = msgspec.Struct.__mro__  # written in C, but what a Struct holds are slots
 _MAX_DEPTH = 150  # four Python frames each
 
 
@@ -98,6 +100,7 @@ class Pairing:
         self._built_tensors: dict[int, tuple[torch.Tensor, _Node]] = {}
         self.arrays: list[tuple[str, int, int]] = []  # memory of NumPy arrays that the build makes too
         self._pending: list[_Pending] = []
+        self._process_classes: dict[type, bool] = {}
         self._depth = 0
         self._encoder = _StateEncoder(self)
 
@@ -177,6 +180,14 @@ class Pairing:
         """Whether an attribute was declared ignorable."""
         return any(fnmatch.fnmatchcase(path, pattern) for pattern in self.rules.ignore)
 
+    def _of_process(self, cls: type) -> bool:
+        """Whether objects of a class are the process's, whatever model refers to them."""
+        known = self._process_classes.get(cls)
+        if known is None:
+            names = self.rules.process
+            known = self._process_classes[cls] = bool(names) and any(type_name(base) in names for base in cls.__mro__)
+        return known
+
     def pair(self, a: Any, b: Any, parent: _Node, kind: str, key: Any, path: str) -> bool:
         """Whether the built object ``b`` may stay where the loaded module has ``a``; notes what differs inside."""
         if isinstance(a, torch.Tensor):
@@ -192,6 +203,8 @@ class Pairing:
             return a is b or (isinstance(a, type) and isinstance(b, type) and same_type(a, b))
         if isinstance(a, weakref.ref):
             return self._pair_weakref(a, b, parent, kind, key, path)
+        if a is b and self._of_process(type(a)):
+            return True
         if isinstance(b, torch.Tensor) or not same_type(type(a), type(b)):
             return False
         mate = self._mates.get(id(a))
@@ -526,7 +539,8 @@ def _same_atom(a: Any, b: Any) -> bool:
 
 def has_state(obj: Any) -> bool:
     """Whether all that an object holds can be listed: attributes and slots, and no C base that keeps data to itself."""
-    if any(_is_written_in_c(base) and base is not types.SimpleNamespace for base in type(obj).__mro__[:-1]):
+    listed = _STRUCT_BASES if isinstance(obj, msgspec.Struct) else (types.SimpleNamespace,)
+    if any(_is_written_in_c(base) and base not in listed for base in type(obj).__mro__[:-1]):
         return False
     return hasattr(obj, "__dict__") or any("__slots__" in base.__dict__ for base in type(obj).__mro__)
 

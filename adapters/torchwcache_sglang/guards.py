@@ -1,0 +1,123 @@
+"""Where SGLang would write into weights, or free them, while they are shared: refused in words before anything is done.
+
+Every rank answers alike: what they do together (barriers, broadcasts) they must refuse together.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+from torchwcache_sglang import leases
+
+__all__ = ["GUARDS", "UPDATER_GUARDS", "around_release", "around_resume", "refusing", "refusing_in_updater", "updating_in_place"]
+
+logger = logging.getLogger("sglang.torchwcache")
+
+_SCHEDULER = "sglang.srt.managers.scheduler_components.weight_updater"
+_MANAGER = f"{_SCHEDULER}.SchedulerWeightUpdaterManager"
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_WEIGHTS = "weights"
+
+_OUTPUTS = {
+    "update_weights_from_disk": "UpdateWeightFromDiskReqOutput",
+    "update_weights_from_distributed": "UpdateWeightsFromDistributedReqOutput",
+    "update_weights_from_tensor": "UpdateWeightsFromTensorReqOutput",
+    "update_weights_from_ipc": "UpdateWeightsFromIPCReqOutput",
+    "begin_weight_update": "BeginWeightUpdateReqOutput",
+}
+
+
+_updating: ContextVar[bool] = ContextVar("torchwcache_updating", default=False)
+
+
+def updating_in_place() -> bool:
+    """Whether SGLang is asking for a loader to write into the weights that it has, which are its own."""
+    return _updating.get()
+
+
+def _reason(operation: str) -> str:
+    return (
+        f"{operation} is refused: the weights of this server are shared with other processes through torchwcache and must not "
+        "change. Nothing was written. Start with TORCHWCACHE_MODE=off to update weights in place"
+    )
+
+
+def refusing(name: str) -> Callable[..., Any]:
+    """An AROUND hook for a request that the scheduler answers with success and message."""
+
+    def hook(original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if not leases.anything_shared():
+            return original(manager, request, *args, **kwargs)
+        from sglang.srt.managers import io_struct
+
+        logger.error("%s", _reason(name))
+        return getattr(io_struct, _OUTPUTS[name])(success=False, message=_reason(name))
+
+    return hook
+
+
+def refusing_in_updater(name: str) -> Callable[..., Any]:
+    """An AROUND hook for what does the writing, whoever calls it: success and message where it answers so, else an error."""
+
+    def hook(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
+        if not leases.anything_shared():
+            token = _updating.set(True)
+            try:
+                return original(updater, *args, **kwargs)
+            finally:
+                _updating.reset(token)
+        if name in ("begin_weight_update", "end_weight_update"):
+            raise RuntimeError(_reason(name))
+        return False, _reason(name)
+
+    return hook
+
+
+def around_release(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """``release_memory_occupation``: everything but the weights, which are not this process's to free."""
+    return original(manager, _without_weights(request, "release_memory_occupation"))
+
+
+def around_resume(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """``resume_memory_occupation``: what :func:`around_release` released."""
+    return original(manager, _without_weights(request, "resume_memory_occupation"))
+
+
+def _without_weights(request: Any, operation: str) -> Any:
+    if not leases.anything_shared():
+        return request
+    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+
+    tags = list(request.tags or GPU_MEMORY_ALL_TYPES)
+    if _WEIGHTS not in tags:
+        return request
+    logger.error(
+        "%s: the weights stay, since they are shared with other processes through torchwcache; what is done: %s",
+        operation,
+        ", ".join(tag for tag in tags if tag != _WEIGHTS) or "nothing",
+    )
+    request.tags = [tag for tag in tags if tag != _WEIGHTS] or [_NOTHING]
+    return request
+
+
+_NOTHING = "torchwcache-nothing"
+"""No tags at all would mean all of them."""
+
+GUARDS: dict[str, Callable[..., Any]] = {
+    **{f"{_MANAGER}.{name}": refusing(name) for name in _OUTPUTS},
+    f"{_MANAGER}.release_memory_occupation": around_release,
+    f"{_MANAGER}.resume_memory_occupation": around_resume,
+}
+"""Hooks on what the scheduler is asked, by target."""
+
+UPDATER_GUARDS: dict[str, Callable[..., Any]] = {
+    f"{_UPDATER}.{name}": refusing_in_updater(name)
+    for name in (
+        "update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor", "update_weights_from_ipc",
+        "load_weights_from_distributed", "begin_weight_update", "end_weight_update",
+    )
+}  # fmt: skip
+"""Hooks on what writes, for callers that do not ask the scheduler."""

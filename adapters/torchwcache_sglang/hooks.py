@@ -1,0 +1,118 @@
+"""The hooks: where SGLang asks for a loader, where it would write into weights, and whether the first was reached at all."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+from torchwcache_sglang import guards, seams
+from torchwcache_sglang.settings import options_from, split_extra_config
+
+__all__ = ["GET_LOADER", "LOAD_MODEL", "around_get_model_loader", "around_load_model", "register_hooks"]
+
+logger = logging.getLogger("sglang.torchwcache")
+
+GET_LOADER = "sglang.srt.model_loader.loader.get_model_loader"
+LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+
+_REFUSED = "_torchwcache_refused"
+"""Set on a loader of SGLang's that is used although the cache was asked for: the reason was said."""
+
+
+def register_hooks() -> None:
+    """Put them in place; SGLang applies them after all plugins have run.
+
+    Raises:
+        LookupError: This release of SGLang has nothing where we have to be.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target in (GET_LOADER, LOAD_MODEL):
+        _resolve(target)
+    HookRegistry.register(GET_LOADER, around_get_model_loader, HookType.AROUND)
+    HookRegistry.register(LOAD_MODEL, around_load_model, HookType.AROUND)
+    for target, hook in {**guards.GUARDS, **guards.UPDATER_GUARDS}.items():
+        try:
+            _resolve(target)
+        except LookupError:
+            continue  # an operation that this release does not have
+        HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def _resolve(target: str) -> Any:
+    try:
+        return pkgutil.resolve_name(target)
+    except (ImportError, AttributeError) as error:
+        raise LookupError(f"SGLang {seams.installed_version()} has no {target}") from error
+
+
+def around_get_model_loader(original: Callable[..., Any], load_config: Any, model_config: Any = None) -> Any:
+    """SGLang's own loader, or ours around it."""
+    ours, theirs = split_extra_config(load_config.model_loader_extra_config)
+    options = options_from(ours)
+    if ours is not None:
+        load_config = copy.copy(load_config)
+        load_config.model_loader_extra_config = theirs  # SGLang's loaders refuse what they do not know
+    inner = original(load_config, model_config)
+    if options is None or guards.updating_in_place():
+        return inner
+    from torchwcache_sglang.loader import CacheLoader
+    from torchwcache_sglang.refusals import refusal
+
+    warning = seams.check()[0]
+    if warning:
+        logger.warning("%s", warning)
+    why = refusal(inner, model_config)
+    if why is not None:
+        _refuse(why, options)
+        setattr(inner, _REFUSED, True)
+        return inner
+    return CacheLoader(inner, options)
+
+
+def _refuse(why: str, options: Any) -> None:
+    from torchwcache.config import Policy
+    from torchwcache.errors import RefusedError
+
+    if options.policies.on_refused is Policy.ERROR:
+        raise RefusedError(f"this model cannot be cached: {why}", reason=why, kind="SGLang")
+    logger.warning("torchwcache: this model is not cached: %s. It is loaded as without torchwcache", why)
+
+
+def around_load_model(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """See that a model for which the cache was asked for did not go past it, and account for what was there before."""
+    result = original(runner, *args, **kwargs)
+    _self_check(runner)
+    _account(runner)
+    return result
+
+
+def _self_check(runner: Any) -> None:
+    loader, load_config = getattr(runner, "loader", None), getattr(runner, "load_config", None)
+    if load_config is None or type(loader).__module__.startswith(__package__) or getattr(loader, _REFUSED, False):
+        return
+    options = options_from(split_extra_config(load_config.model_loader_extra_config)[0])
+    if options is None:
+        return
+    from torchwcache.config import Policy
+    from torchwcache.errors import PluginError
+
+    text = (
+        f"torchwcache was asked for, but SGLang loaded by itself, with {type(loader).__name__}: the hook on {GET_LOADER} did not "
+        "fire. Look for another plugin that replaces it, and for `Failed to apply hooks` further up"
+    )
+    if options.policies.on_unavailable is Policy.ERROR:
+        raise PluginError(text)
+    logger.error("%s", text)
+
+
+def _account(runner: Any) -> None:
+    """Releases before 0.5.19 do not ask what lay in memory before they measured it: the KV cache would come out smaller."""
+    loader = getattr(runner, "loader", None)
+    nbytes = getattr(loader, "preloaded_weights_bytes", 0)
+    known = hasattr(type(runner), "account_preloaded_weights")
+    if nbytes and not known and hasattr(runner, "pre_model_load_memory"):
+        runner.pre_model_load_memory += nbytes / (1 << 30)

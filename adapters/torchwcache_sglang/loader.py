@@ -1,0 +1,69 @@
+"""The loader that SGLang gets instead of its own when the cache was asked for."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang.srt.model_loader.loader import BaseModelLoader
+from torch import nn
+
+from torchwcache.attachment import Attachment
+from torchwcache.engine import EngineOptions, OneRank, ProcessGroupRanks, RankGroup, attach_rank
+from torchwcache_sglang import leases
+from torchwcache_sglang.adapter import SGLangAdapter, model_config_for
+
+__all__ = ["CacheLoader"]
+
+logger = logging.getLogger("sglang.torchwcache")
+
+_SLOWEST_RANK_S = 900.0
+
+
+class CacheLoader(BaseModelLoader):  # type: ignore[misc]
+    """Attaches the model, or has SGLang's own loader load it and publishes what that made.
+
+    Args:
+        inner: SGLang's own loader, without our options.
+        options: What was asked for.
+    """
+
+    preloaded_weights_bytes = 0
+    """Bytes that lay in memory before SGLang took its baseline: what a hit maps, and nothing else."""
+
+    def __init__(self, inner: Any, options: EngineOptions) -> None:
+        super().__init__(inner.load_config)
+        self.inner, self.options = inner, options
+        self.attachment: Attachment | None = None
+
+    def download_model(self, model_config: Any) -> None:
+        """As SGLang's own loader does."""
+        self.inner.download_model(model_config)
+
+    def load_model(self, *, model_config: Any, device_config: Any) -> nn.Module:
+        """In every rank: all attach, or all load."""
+        device = _device_name(device_config)
+        cfg = model_config_for(model_config, device, options=self.options)
+        group = _ranks(cfg.role.value == "draft", self.options.timeout_s + _SLOWEST_RANK_S)
+        adapter = SGLangAdapter(self.inner, model_config, device_config)
+        attachment = self.attachment = attach_rank(cfg, adapter, self.options, group, say=logger.info)
+        report = attachment.report
+        shared = report.source != "disk" or report.published
+        leases.remember(shared="shared" in group.exchange("shared" if shared else "private", "what is shared"))
+        if report.source == "cache":
+            self.preloaded_weights_bytes = report.mapped_nbytes
+        return attachment.model
+
+
+def _device_name(device_config: Any) -> str:
+    kind, index = str(device_config.device_type), device_config.gpu_id
+    return kind if kind == "cpu" or index is None or index < 0 else f"{kind}:{index}"
+
+
+def _ranks(draft: bool, timeout_s: float) -> RankGroup:
+    """The ranks that load this model together: all of them; for a draft, which only one pipeline stage has, those of its stage."""
+    from sglang.srt.distributed import parallel_state
+
+    get = parallel_state.get_tp_group if draft else parallel_state.get_world_group
+    group = get().cpu_group
+    return OneRank() if group.size() == 1 else ProcessGroupRanks(group, timeout_s=timeout_s)

@@ -1,0 +1,95 @@
+"""Memory accounting where vLLM does not ask for weights that lie outside (design D18): before 0.32, and for draft models.
+
+Before 0.32, free memory below ``total * gpu_memory_utilization`` stops the start before any loader runs, although on a hit most of
+what is missing are the very weights that this engine is about to map. And what was resident before vLLM's first look is charged to
+nobody, so that the KV cache would come out larger than on a start from disk.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from typing import Any
+
+__all__ = ["charge_later", "correct_start_check", "requested_beside"]
+
+_MARK = "_torchwcache_external"
+_later: list[int] = []
+
+
+def correct_start_check() -> None:
+    """Take what a hit maps off the memory that this engine asks for, as vLLM itself does since 0.32. For our load format only."""
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    if hasattr(BaseModelLoader, "get_external_weight_memory"):
+        return
+    from vllm.v1.worker import utils
+
+    original = utils.request_memory
+    if getattr(original, _MARK, False):
+        return
+
+    @functools.wraps(original)
+    def request_memory(init_snapshot: Any, cache_config: Any) -> int:
+        external = _external_nbytes()
+        if external == 0:
+            return int(original(init_snapshot, cache_config))
+        return requested_beside(external, init_snapshot, cache_config)
+
+    setattr(request_memory, _MARK, True)
+    utils.request_memory = request_memory
+    worker = sys.modules.get("vllm.v1.worker.gpu_worker")
+    if worker is not None and getattr(worker, "request_memory", None) is original:
+        worker.request_memory = request_memory  # type: ignore[attr-defined]
+
+
+def requested_beside(external: int, snapshot: Any, cache_config: Any) -> int:
+    """What this engine may use of the device beside the weights that it maps.
+
+    Raises:
+        ValueError: Less than that is free.
+    """
+    budget = math.ceil(snapshot.total_memory * cache_config.gpu_memory_utilization)
+    requested = budget - external
+    if requested <= 0 or snapshot.free_memory < requested:
+        raise ValueError(
+            f"free memory ({snapshot.free_memory / 2**30:.2f} GiB) is less than gpu_memory_utilization "
+            f"{cache_config.gpu_memory_utilization} asks for beside the weights that torchwcache maps ({budget / 2**30:.2f} - "
+            f"{external / 2**30:.2f} GiB); lower --gpu-memory-utilization, or free memory that other processes use"
+        )
+    return int(requested)
+
+
+def _external_nbytes() -> int:
+    from vllm.config import get_current_vllm_config_or_none
+    from vllm.model_executor.model_loader import get_model_loader
+
+    from torchwcache_vllm.loader import TorchwcacheModelLoader
+
+    vllm_config = get_current_vllm_config_or_none()
+    if vllm_config is None:
+        return 0
+    loader = get_model_loader(vllm_config.load_config)
+    return int(loader.get_external_weight_memory(vllm_config)) if isinstance(loader, TorchwcacheModelLoader) else 0
+
+
+def charge_later(nbytes: int) -> None:
+    """Take mapped weights that vLLM was not told of when it counted off what it finds free for the KV cache: a draft model's."""
+    worker: Any = getattr(sys.modules.get("vllm.v1.worker.gpu_worker"), "Worker", None)
+    if worker is None:
+        return
+    _later.append(nbytes)
+    original = worker.determine_available_memory
+    if getattr(original, _MARK, False):
+        return
+
+    @functools.wraps(original)
+    def determine_available_memory(self: Any) -> int:
+        found = int(original(self))
+        if self.cache_config.kv_cache_memory_bytes:
+            return found  # the user said how much, and vLLM counted nothing
+        return max(0, found - sum(_later))
+
+    setattr(determine_available_memory, _MARK, True)
+    worker.determine_available_memory = determine_available_memory

@@ -1,0 +1,77 @@
+"""Small random checkpoints whose greedy tokens vary: with the usual ``initializer_range`` they are one token repeated.
+
+Run as a script, with the names of kinds after the folder to write them to.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+_SIZES = {
+    "vocab_size": 1000,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MLA = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "moe_layer_freq": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "routed_scaling_factor": 1.0,
+    # SGLang's CPU path knows this kind of rotary embedding only.
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+KINDS = {
+    "dense": ("Llama", {}),
+    "other": ("Llama", {}),
+    "tied": ("Llama", {"tie_word_embeddings": True}),
+    "moe": ("Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}),
+    "mla": ("DeepseekV3", _MLA),
+}
+"""Name to the model's family in Transformers, and what its config has beyond the common sizes."""
+
+
+def main() -> None:
+    import torch
+    import transformers
+
+    for seed, kind in enumerate(sys.argv[2:]):
+        family, more = KINDS[kind]
+        torch.manual_seed(seed)
+        config = getattr(transformers, f"{family}Config")(**{**_SIZES, **more})
+        getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(Path(sys.argv[1]) / kind)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""A real SGLang engine, as a user's program starts one. Takes orders, one JSON object a line, and answers each with a line.
+
+Run as a script, with a JSON object as its one argument: ``model`` and ``options`` for ``sglang.Engine``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+_OPTIONS = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "disable_cuda_graph": True,
+    "mem_fraction_static": 0.3,
+    "max_total_tokens": 1024,
+    "max_running_requests": 4,
+    "chunked_prefill_size": -1,
+    "context_length": 256,
+    "random_seed": 0,
+    "log_level": "info",
+}
+
+
+def say(**facts: object) -> None:
+    print("RESULT " + json.dumps(facts), flush=True)
+
+
+def main() -> None:
+    order = json.loads(sys.argv[1])
+    import sglang
+
+    start = time.monotonic()
+    engine = sglang.Engine(model_path=order["model"], **{**_OPTIONS, **order.get("options", {})})
+
+    def generate() -> list[list[int]]:
+        sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+        # One after the other: how requests are batched changes the rounding.
+        prompts = [[3, 14, 15, 92, 65], [500, 7, 9]]
+        return [engine.generate(input_ids=[prompt], sampling_params=sampling)[0]["output_ids"] for prompt in prompts]
+
+    say(tokens=generate(), seconds=time.monotonic() - start, pid=os.getpid())
+    for line in sys.stdin:
+        command = json.loads(line)
+        if command["do"] == "generate":
+            say(tokens=generate())
+        elif command["do"] == "call":
+            try:
+                say(result=repr(getattr(engine, command["name"])(**command.get("kwargs", {}))))
+            except Exception as error:  # the caller judges it
+                say(error=f"{type(error).__name__}: {error}")
+        else:
+            break
+    engine.shutdown()
+    say(ended=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""SGLang's loader without the rest of its engine: what a model is, down to the last bit, and what its fingerprint holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang_running import offline
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.mark.parametrize("kind", ["dense", "tied", "moe", "mla"])
+def test_what_is_attached_is_what_sglangs_own_loader_makes(cache: Any, checkpoints: Path, kind: str) -> None:
+    """Module tree, tensors, storages and views, buffers, plain tensors, attributes; at the publisher and at a client."""
+    env = cache.environment(TORCHWCACHE_MODE="daemon")
+    first, second = (offline(env, "parity", model=str(checkpoints / kind)) for _ in range(2))
+    assert (first["source"], first["published"], second["source"]) == ("disk", True, "cache")
+    for found in (first, second):
+        assert found["differences"] == []
+        assert found["tensors"] > 20
+        assert found["meta"] == []
+        assert found["changed"] == ""
+        # Private are rotary caches only: two of the sequences' length, or one where a kind needs one.
+        assert found["copied"] <= 2 * 256 * 32 * 4
+    assert first["preloaded"] == 0
+    assert second["preloaded"] == second["mapped"] > 1_000_000
+    if kind == "mla":
+        assert {"w_kc", "w_vc"} <= set(second["plain"])
+
+
+def test_a_draft_is_an_entry_of_its_own_and_shares_no_module_with_the_target(cache: Any, checkpoints: Path) -> None:
+    env = cache.environment(TORCHWCACHE_MODE="daemon")
+    first, second = (offline(env, "roles", model=str(checkpoints / "dense")) for _ in range(2))
+    assert first["target"]["fingerprint"] != first["draft"]["fingerprint"]
+    assert "|draft|" in first["draft"]["slot"]
+    assert [found[role]["source"] for found in (first, second) for role in ("target", "draft")] == [
+        "disk",
+        "disk",
+        "cache",
+        "cache",
+    ]
+    for found in (first, second):
+        assert found["shared"] == 0
+        assert found["ropes"] == [["cpu"]]
+        assert found["target has the registry's"]
+
+
+def test_every_option_of_the_engine_counts_or_is_known_not_to(cache: Any, checkpoints: Path) -> None:
+    """A new release's options fail here until somebody has looked at them; until then they count."""
+    found = offline(cache.environment(), "options", model=str(checkpoints / "dense"))
+    assert found["unknown"] == []
+    assert found["wrongly neutral"] == []
+    assert found["wrongly counting"] == []
+    assert found["counting"] > 150
+    assert found["neutral"] > 250
+
+
+def test_what_else_the_fingerprint_holds(cache: Any, checkpoints: Path) -> None:
+    found = offline(cache.environment(TORCHWCACHE_MODE="client"), "fingerprints", model=str(checkpoints / "dense"))
+    base = found.pop("base")
+    same = {name for name, value in found.items() if value == base}
+    assert same == {"again", "longer", "extra", "threads", "SGLANG_PLUGINS"}
+    others = [value for value in found.values() if value != base]
+    assert len(set(others)) == len(others)
+
+
+def test_a_release_that_loads_in_another_way_is_not_published(cache: Any, checkpoints: Path) -> None:
+    found = offline(cache.environment(TORCHWCACHE_MODE="client"), "seams", model=str(checkpoints / "dense"))
+    assert found["installed"] == ["", ""], found["version"]
+    warning = "SGLang 0.6.0 is not one of those that torchwcache was written for (0.5.17 to 0.5.23)"
+    assert found["newer, same loader"] == [warning, ""]
+    assert found["newer is used"] == "CacheLoader"
+    assert "is none that torchwcache knows" in found["newer, other loader"][1]
+    assert found["it is not used"] == "DefaultModelLoader"

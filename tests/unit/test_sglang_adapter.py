@@ -1,0 +1,464 @@
+"""The adapter for SGLang, as far as it can be tested without SGLang: stand-ins are put where it imports from."""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from torchwcache.config import Mode, Policy
+from torchwcache.errors import ConfigError, PluginError, RefusedError
+from torchwcache_sglang import guards, hooks, leases, plugin, seams
+from torchwcache_sglang.canonical import plain
+from torchwcache_sglang.context import environment_names, option_names
+from torchwcache_sglang.options import COUNTING, NEUTRAL
+from torchwcache_sglang.registries import Registries
+from torchwcache_sglang.settings import asked_by_environment, options_from, split_extra_config
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHWCACHE_MODE", "TORCHWCACHE_FALLBACK", "TORCHWCACHE_SOCKET"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> types.ModuleType:
+    """Put a module where ``import`` finds it, and its parents, too."""
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        path = ".".join(parts[:end])
+        if not (end < len(parts) and path in sys.modules):
+            module = types.ModuleType(path)
+            module.__path__ = []
+            monkeypatch.setitem(sys.modules, path, module)
+        if end > 1:
+            monkeypatch.setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], sys.modules[path], raising=False)
+    for key, value in attributes.items():
+        monkeypatch.setattr(sys.modules[name], key, value, raising=False)
+    return sys.modules[name]
+
+
+# ---- what was asked for ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_asked_for_unless_somebody_says_so() -> None:
+    assert options_from(None, {}) is None
+    assert options_from({}, {}).mode is Mode.DAEMON
+    assert options_from({"mode": "client"}, {}).mode is Mode.CLIENT
+    assert options_from({"mode": "off"}, {}) is None
+    assert options_from(None, {"TORCHWCACHE_MODE": "daemon"}).mode is Mode.DAEMON
+    assert options_from({"mode": "client"}, {"TORCHWCACHE_MODE": "off"}) is None
+    assert options_from({}, {}).policies.on_refused is Policy.LOAD
+    assert asked_by_environment({"TORCHWCACHE_MODE": "client"})
+    assert not asked_by_environment({"TORCHWCACHE_MODE": "off"})
+    assert not asked_by_environment({})
+
+
+def test_a_misspelt_option_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="on_missmatch"):
+        options_from({"on_missmatch": "error"}, {})
+
+
+@pytest.mark.parametrize(
+    ("extra", "ours", "theirs"),
+    [
+        ("{}", None, {}),
+        ("", None, {}),
+        (None, None, {}),
+        ('{"num_threads": 4}', None, {"num_threads": 4}),
+        ({"torchwcache": {"mode": "client"}, "num_threads": 4}, {"mode": "client"}, {"num_threads": 4}),
+        ({"torchwcache": True}, {}, {}),
+    ],
+)
+def test_our_options_are_taken_out_of_the_loaders(extra: object, ours: object, theirs: object) -> None:
+    before = json.dumps(extra)
+    assert split_extra_config(extra) == (ours, theirs)
+    assert json.dumps(extra) == before
+
+
+def test_our_options_are_a_mapping() -> None:
+    with pytest.raises(ConfigError, match="must be a mapping"):
+        split_extra_config({"torchwcache": "daemon"})
+
+
+# ---- what counts -------------------------------------------------------------------------------------------------------------
+
+
+def test_no_option_is_in_both_lists() -> None:
+    assert not NEUTRAL & COUNTING
+    assert {"context_length", "max_running_requests", "port", "mem_fraction_static", "random_seed"} <= NEUTRAL
+    assert {"quantization", "kv_cache_dtype", "json_model_override_args", "ep_size", "tp_size", "moe_runner_backend"} <= COUNTING
+
+
+def test_options_are_listed_in_either_way_of_declaring_them() -> None:
+    import dataclasses
+
+    import msgspec
+
+    @dataclasses.dataclass
+    class Old:
+        port: int = 1
+
+    class New(msgspec.Struct):
+        port: int = 1
+
+    assert option_names(Old()) == option_names(New()) == ["port"]
+
+
+def test_variables_count_unless_they_are_known_not_to() -> None:
+    environ = {
+        "SGLANG_NEW_THING": "1",
+        "SGLANG_PLUGINS": "x",
+        "SGLANG_HOST_IP": "::1",
+        "PATH": "/",
+        "SGLANG_TORCH_PROFILER_DIR": "/",
+    }
+    assert environment_names(environ) == ("SGLANG_NEW_THING",)
+
+
+class Kind(enum.Enum):
+    ONE = 1
+
+
+class Config:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+def test_values_without_a_canonical_form_are_told_apart_by_what_they_hold() -> None:
+    assert plain({"a": (1, {2, 3})}) == {"a": [1, [2, 3]]}
+    assert plain(Config(1)) == plain(Config(1)) != plain(Config(2))
+    assert plain(object()) == plain(object())
+    assert plain(plain) == plain(plain)
+
+
+# ---- registries --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ropes(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    registry: dict[str, object] = {"before": 1}
+    stand_in(monkeypatch, "sglang.srt.layers.rotary_embedding.factory", _ROPE_DICT=registry)
+    return registry
+
+
+def test_a_build_starts_with_empty_registries_and_leaves_them_as_they_were(ropes: dict[str, object]) -> None:
+    registries = Registries()
+    with registries.apart():
+        assert ropes == {}
+        ropes["made"] = 2
+    assert ropes == {"before": 1}
+    ropes["made"] = 3
+    registries.keep()
+    assert ropes == {"before": 1, "made": 3}
+
+
+def test_also_when_the_build_fails(ropes: dict[str, object]) -> None:
+    def build() -> None:
+        with Registries().apart():
+            ropes["made"] = 2
+            raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        build()
+    assert ropes == {"before": 1}
+
+
+# ---- hooks -------------------------------------------------------------------------------------------------------------------
+
+
+class LoadConfig:
+    def __init__(self, extra: dict[str, Any] | None = None) -> None:
+        self.model_loader_extra_config = extra or {}
+        self.load_format = types.SimpleNamespace(value="auto")
+
+
+class BaseModelLoader:
+    preloaded_weights_bytes = 0
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        self.load_config = load_config
+
+
+class DefaultModelLoader(BaseModelLoader):
+    def load_model(self) -> None:
+        """Load."""
+
+
+@pytest.fixture
+def sglang_loader(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    found = stand_in(
+        monkeypatch,
+        "sglang.srt.model_loader.loader",
+        BaseModelLoader=BaseModelLoader,
+        DefaultModelLoader=DefaultModelLoader,
+        _initialize_model=lambda model_config, load_config: None,
+        _get_quantization_config=lambda model_config, load_config: None,
+    )
+    stand_in(monkeypatch, "sglang.srt.arg_groups.arg_utils", namespace_of=lambda cls: {})
+    stand_in(monkeypatch, "sglang.srt.runtime_context", get_context=lambda: None, get_server_args=lambda: types.SimpleNamespace())
+    monkeypatch.setattr(seams, "installed_version", lambda: "0.5.23")
+    monkeypatch.setitem(seams.KNOWN, "0.5.23", seams.digest_of(seams.loader_functions(found)))
+    monkeypatch.delitem(sys.modules, "torchwcache_sglang.loader", raising=False)
+    yield found
+    sys.modules.pop("torchwcache_sglang.loader", None)
+
+
+def make_default(load_config: LoadConfig, model_config: object = None) -> DefaultModelLoader:
+    return DefaultModelLoader(load_config)
+
+
+def test_off_is_sglangs_own_loader_without_our_options(sglang_loader: types.ModuleType) -> None:
+    config = LoadConfig({"num_threads": 2})
+    loader = hooks.around_get_model_loader(make_default, config, object())
+    assert type(loader) is DefaultModelLoader
+    assert loader.load_config is config
+    off = hooks.around_get_model_loader(make_default, LoadConfig({"torchwcache": {"mode": "off"}, "num_threads": 2}), object())
+    assert off.load_config.model_loader_extra_config == {"num_threads": 2}
+
+
+def test_asked_for_it_is_ours_around_it(sglang_loader: types.ModuleType) -> None:
+    config = LoadConfig({"torchwcache": {"mode": "client"}, "num_threads": 2})
+    loader = hooks.around_get_model_loader(make_default, config, object())
+    assert type(loader).__name__ == "CacheLoader"
+    assert type(loader.inner) is DefaultModelLoader
+    assert loader.inner.load_config.model_loader_extra_config == {"num_threads": 2}
+    assert "torchwcache" in config.model_loader_extra_config, "the engine's own config stays as it is"
+
+
+def test_weights_of_ones_own_are_updated_by_sglangs_own_loader(
+    sglang_loader: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHWCACHE_MODE", "daemon")
+    monkeypatch.setattr(leases, "_shared", False)
+
+    def update(updater: object) -> object:
+        return hooks.around_get_model_loader(make_default, LoadConfig(), object())
+
+    assert type(guards.refusing_in_updater("update_weights_from_disk")(update, object())) is DefaultModelLoader
+    assert type(update(object())).__name__ == "CacheLoader"
+
+
+def test_what_is_not_cached_is_said_or_stops_the_start(
+    sglang_loader: types.ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class DummyModelLoader(BaseModelLoader):
+        pass
+
+    monkeypatch.setenv("TORCHWCACHE_MODE", "daemon")
+    with caplog.at_level(logging.WARNING):
+        loader = hooks.around_get_model_loader(lambda config, model: DummyModelLoader(config), LoadConfig(), object())
+    assert type(loader) is DummyModelLoader
+    assert "DummyModelLoader (--load-format auto) loads in a way of its own" in caplog.text
+    monkeypatch.setenv("TORCHWCACHE_FALLBACK", "error")
+    with pytest.raises(RefusedError, match="way of its own"):
+        hooks.around_get_model_loader(lambda config, model: DummyModelLoader(config), LoadConfig(), object())
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("enable_eplb", True),
+        ("enable_weights_cpu_backup", True),
+        ("cpu_offload_gb", 3),
+        ("dwdp_size", 2),
+        ("weight_cache_mode", "client"),
+    ],
+)
+def test_options_that_write_or_move_weights_are_refused(
+    sglang_loader: types.ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, option: str, value: object
+) -> None:
+    monkeypatch.setenv("TORCHWCACHE_MODE", "daemon")
+    kind = type("ServerArgs", (), {"__dataclass_fields__": {option: None}})
+    arguments = kind()
+    monkeypatch.setattr(sys.modules["sglang.srt.runtime_context"], "get_server_args", lambda: arguments)
+    setattr(arguments, option, value)
+    loader = hooks.around_get_model_loader(make_default, LoadConfig(), object())
+    assert type(loader) is DefaultModelLoader
+    assert option.replace("_", "-") in caplog.text
+    setattr(arguments, option, {"cpu_offload_gb": 0, "dwdp_size": 1, "weight_cache_mode": "off"}.get(option, False))
+    assert type(hooks.around_get_model_loader(make_default, LoadConfig(), object())).__name__ == "CacheLoader"
+
+
+# ---- self-check --------------------------------------------------------------------------------------------------------------
+
+
+class Runner:
+    def __init__(self, loader: object, extra: dict[str, Any] | None = None) -> None:
+        self.loader, self.load_config = loader, LoadConfig(extra)
+        self.pre_model_load_memory = 10.0
+
+    def load_model(self) -> None:
+        pass
+
+
+def test_a_model_that_went_past_the_cache_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    config = {"torchwcache": {"mode": "client"}}
+    hooks.around_load_model(Runner.load_model, Runner(DefaultModelLoader(LoadConfig()), config))
+    assert "SGLang loaded by itself, with DefaultModelLoader" in caplog.text
+    strict = {"torchwcache": {"mode": "client", "fallback": "error"}}
+    with pytest.raises(PluginError, match="did not fire"):
+        hooks.around_load_model(Runner.load_model, Runner(DefaultModelLoader(LoadConfig()), strict))
+
+
+def test_one_that_was_refused_or_not_asked_for_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    loader = DefaultModelLoader(LoadConfig())
+    hooks.around_load_model(Runner.load_model, Runner(loader))
+    setattr(loader, hooks._REFUSED, True)
+    hooks.around_load_model(Runner.load_model, Runner(loader, {"torchwcache": {"mode": "client", "fallback": "error"}}))
+    assert not caplog.text
+
+
+def test_what_lay_in_memory_before_is_accounted_for_where_sglang_does_not_ask() -> None:
+    loader = types.SimpleNamespace(preloaded_weights_bytes=3 << 30)
+    runner = Runner(loader)
+    hooks.around_load_model(Runner.load_model, runner)
+    assert runner.pre_model_load_memory == 13.0
+
+    class Asking(Runner):
+        def account_preloaded_weights(self, nbytes: int) -> None:
+            pass
+
+    asking = Asking(loader)
+    hooks.around_load_model(Runner.load_model, asking)
+    assert asking.pre_model_load_memory == 10.0
+
+
+@pytest.fixture
+def loading_process(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object, object]]:
+    """As in a scheduler: what loads models is imported. Gives what was registered."""
+    registered: list[tuple[str, object, object]] = []
+    registry = types.SimpleNamespace(register=lambda *hook: registered.append(hook))
+    kinds = types.SimpleNamespace(AROUND="around")
+    stand_in(monkeypatch, "sglang.srt.plugins.hook_registry", HookRegistry=registry, HookType=kinds)
+    stand_in(monkeypatch, "sglang.srt.model_loader.loader", get_model_loader=make_default)
+    stand_in(monkeypatch, "sglang.srt.model_executor.model_runner", ModelRunner=Runner)
+    return registered
+
+
+def test_hooks_are_registered_where_models_are_loaded(loading_process: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin.register()
+    assert [target for target, _, _ in loading_process] == [hooks.GET_LOADER, hooks.LOAD_MODEL]
+    loading_process.clear()
+    monkeypatch.setenv("TORCHWCACHE_MODE", "off")
+    plugin.register()
+    assert not loading_process
+
+
+def test_where_nothing_is_loaded_nothing_is_imported(loading_process: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "sglang.srt.model_loader.loader")
+    monkeypatch.setattr(hooks, "_resolve", lambda target: None)
+    plugin.register()
+    assert not loading_process, "nobody asked"
+    monkeypatch.setenv("TORCHWCACHE_MODE", "client")
+    stand_in(monkeypatch, "sglang.srt.managers.detokenizer_manager")
+    plugin.register()
+    assert not loading_process, "a detokenizer loads no models"
+    monkeypatch.delitem(sys.modules, "sglang.srt.managers.detokenizer_manager")
+    plugin.register()
+    assert loading_process, "a script that loads its plugins first"
+
+
+def test_a_release_without_our_seam_is_said_loudly_or_stops(
+    loading_process: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(sys.modules["sglang.srt.model_loader.loader"], "get_model_loader")
+    with pytest.raises(LookupError, match=r"has no sglang\.srt\.model_loader\.loader\.get_model_loader"):
+        plugin.register()
+    assert not caplog.text, "nobody asked"
+    monkeypatch.setenv("TORCHWCACHE_MODE", "daemon")
+    with pytest.raises(LookupError):
+        plugin.register()
+    assert "torchwcache was asked for, but cannot be used with this SGLang" in caplog.text
+    monkeypatch.setenv("TORCHWCACHE_FALLBACK", "error")
+    with pytest.raises(SystemExit, match="torchwcache was asked for"):
+        plugin.register()
+    assert not loading_process
+
+
+# ---- releases ----------------------------------------------------------------------------------------------------------------
+
+
+def test_comments_and_blank_lines_do_not_make_another_loader() -> None:
+    text = "def load(a):\n    # so\n\n    return a\n"
+    assert seams.digest_of([("load", text)]) == seams.digest_of([("load", "    def load(a):\n        return a\n")])
+    assert seams.digest_of([("load", text)]) != seams.digest_of([("load", text.replace("return a", "return -a"))])
+    assert seams.digest_of([("load", text)]) != seams.digest_of([("other", text)])
+
+
+@pytest.mark.parametrize(
+    ("version", "warned"), [("0.5.17", False), ("0.5.23.post1", False), ("0.5.16", True), ("0.6.0rc1", True), ("", True)]
+)
+def test_releases_that_were_not_looked_at_are_warned_of(
+    sglang_loader: types.ModuleType, monkeypatch: pytest.MonkeyPatch, version: str, warned: bool
+) -> None:
+    monkeypatch.setattr(seams, "installed_version", lambda: version)
+    assert bool(seams.check()[0]) is warned
+    assert not seams.check()[1]
+
+
+def test_a_release_that_loads_in_another_way_is_not_published(
+    sglang_loader: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DefaultModelLoader, "postprocess_weights", lambda self: None, raising=False)
+    assert "is none that torchwcache knows" in seams.check()[1]
+    monkeypatch.delattr(sglang_loader, "_initialize_model")
+    assert "has no function _initialize_model" in seams.check()[1]
+
+
+# ---- guards ------------------------------------------------------------------------------------------------------------------
+
+
+class Answer:
+    def __init__(self, *, success: bool, message: str) -> None:
+        self.success, self.message = success, message
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, "sglang.srt.managers.io_struct", **dict.fromkeys(guards._OUTPUTS.values(), Answer))
+    stand_in(monkeypatch, "sglang.srt.constants", GPU_MEMORY_ALL_TYPES=["kv_cache", "weights", "cuda_graph"])
+    monkeypatch.setattr(leases, "_shared", True)
+
+
+def writes(*_: object) -> None:
+    raise AssertionError("it was called")
+
+
+def test_writes_are_refused_before_anything_is_written(shared: None) -> None:
+    for name in guards._OUTPUTS:
+        answer = guards.refusing(name)(writes, object(), object())
+        assert not answer.success
+        assert f"{name} is refused" in answer.message
+    assert guards.refusing_in_updater("update_weights_from_disk")(writes, object(), "/model")[0] is False
+    with pytest.raises(RuntimeError, match="is refused"):
+        guards.refusing_in_updater("begin_weight_update")(writes, object())
+
+
+@pytest.mark.parametrize(
+    ("tags", "left"),
+    [
+        (None, ["kv_cache", "cuda_graph"]),
+        (["kv_cache"], ["kv_cache"]),
+        (["weights", "kv_cache"], ["kv_cache"]),
+        (["weights"], [guards._NOTHING]),
+    ],
+)
+def test_memory_is_released_but_for_the_weights(shared: None, tags: list[str] | None, left: list[str]) -> None:
+    for hook in (guards.around_release, guards.around_resume):
+        request = types.SimpleNamespace(tags=tags)
+        assert hook(lambda manager, asked: asked.tags, object(), request) == left
+
+
+def test_nothing_is_guarded_while_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "_shared", False)
+    request = types.SimpleNamespace(tags=None)
+    assert guards.around_release(lambda manager, asked: asked.tags, object(), request) is None
+    assert guards.refusing("update_weights_from_disk")(lambda manager, asked: "done", object(), request) == "done"
+    assert guards.refusing_in_updater("update_weights_from_disk")(lambda updater: "done", object()) == "done"

@@ -1,0 +1,105 @@
+"""A real vLLM engine, as a user's program starts one; prints what it did as JSON on the last line of its output.
+
+Run as a script, with a JSON object as its one argument: ``model``, ``options`` for ``vllm.LLM``, ``prompts`` (lists of token ids),
+``tokens`` (how many to make), ``wait`` (stay up and do what each line of the input says), ``stop_at``, ``plain_linear``, and
+``adapter`` (a LoRA folder).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+def use_plain_linear() -> None:
+    """Compute linear layers without oneDNN, whose packed weights nobody else can map: as on a GPU, weights stay what they are."""
+    import torch
+    from vllm.model_executor.layers import utils
+
+    utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: None
+    utils.cpu_unquantized_gemm = lambda layer, x, weight, bias=None: torch.nn.functional.linear(x, weight, bias)
+
+
+def stop_at(where: str) -> None:
+    """Say so, and stand still, in the middle of a load or of a publish."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    import torchwcache.producing
+    import torchwcache.production
+
+    def standing_still(original: Any) -> Any:
+        @functools.wraps(original)  # the adapter looks at how vLLM's functions are called
+        def stand_still(*args: object, **kwargs: object) -> None:
+            print("RESULT {}", flush=True)
+            time.sleep(600)
+
+        return stand_still
+
+    if where == "load":
+        DefaultModelLoader.load_weights = standing_still(DefaultModelLoader.load_weights)  # type: ignore[method-assign]
+    else:
+        torchwcache.production.encode_manifest = standing_still(torchwcache.production.encode_manifest)
+
+
+def main() -> None:
+    order = json.loads(sys.argv[1])
+    if order.get("plain_linear"):
+        use_plain_linear()
+    if order.get("stop_at"):
+        stop_at(order["stop_at"])
+    from vllm import LLM, SamplingParams
+
+    options = {
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_model_len": 128,
+        "dtype": "float32",
+        "load_format": "torchwcache",
+        "seed": 0,
+        **order.get("options", {}),
+    }
+    start = time.monotonic()
+    engine = LLM(model=order["model"], **options)
+    seconds = time.monotonic() - start
+
+    def generate() -> list[list[int]]:
+        sampling = SamplingParams(temperature=0, max_tokens=order.get("tokens", 8), detokenize=False, ignore_eos=True)
+        prompts = [{"prompt_token_ids": prompt} for prompt in order.get("prompts", [[1, 2, 3, 4], [7, 6, 5]])]
+        # One after the other: how requests are batched changes the rounding.
+        return [list(engine.generate([prompt], sampling, use_tqdm=False)[0].outputs[0].token_ids) for prompt in prompts]
+
+    def with_adapter(path: str) -> list[list[int]]:
+        from vllm.lora.request import LoRARequest
+
+        sampling = SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
+        request = LoRARequest("adapter", 1, path)
+        return [list(engine.generate([{"prompt_token_ids": [1, 2, 3, 4]}], sampling, lora_request=request)[0].outputs[0].token_ids)]
+
+    def say(**facts: object) -> None:
+        print("RESULT " + json.dumps(facts), flush=True)
+
+    if options.get("pipeline_parallel_size", 1) > 1:
+        # vLLM 0.32 allocates what pipeline ranks pass on in its first dummy run, which an eager engine on the CPU does not make.
+        engine.collective_rpc("execute_dummy_batch")
+    adapted = with_adapter(order["adapter"]) if order.get("adapter") else None
+    say(tokens=generate(), adapted=adapted, seconds=seconds, pid=os.getpid())
+    for line in sys.stdin if order.get("wait") else ():
+        command = json.loads(line)
+        if command["do"] == "generate":
+            say(tokens=generate())
+        elif command["do"] == "call":
+            try:
+                result = getattr(engine, command["name"])(*command.get("args", []), **command.get("kwargs", {}))
+                say(result=repr(result))
+            except Exception as error:  # the caller judges it
+                say(error=f"{type(error).__name__}: {error}")
+        else:
+            break
+
+
+if __name__ == "__main__":
+    main()
