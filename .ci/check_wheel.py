@@ -28,13 +28,16 @@ ModelConfig("checkpoint")
 """
 
 
+PACKAGES = ("torchwcache", "torchwcache_nn", "torchwcache_sglang", "torchwcache_vllm")
+
+
 def check_names(wheel: Path) -> str:
-    """The wheel holds both packages, their type markers and the license, and nothing else; returns its version."""
+    """The wheel holds the packages, their type markers and the license, and nothing else; returns its version."""
     names = zipfile.ZipFile(wheel).namelist()
     version = wheel.name.split("-")[1]
     folders = {name.split("/")[0] for name in names}
-    assert folders == {"torchwcache", "torchwcache_nn", f"torchwcache-{version}.dist-info"}, folders
-    for needed in ("torchwcache/py.typed", "torchwcache_nn/py.typed", f"torchwcache-{version}.dist-info/licenses/LICENSE"):
+    assert folders == {*PACKAGES, f"torchwcache-{version}.dist-info"}, folders
+    for needed in (*(f"{package}/py.typed" for package in PACKAGES), f"torchwcache-{version}.dist-info/licenses/LICENSE"):
         assert needed in names, f"{needed} is missing"
     return version
 
