@@ -15,10 +15,10 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchwcache import hashed_reads
 from torchwcache.hashed_reads import HashedReads
 from torchwcache.identity import hashing
 from torchwcache.identity.checkpoint import CheckpointFiles, CheckpointIdentity, Content, StatIdentity
+from torchwcache.memory import host
 from torchwcache.memory.host import HostMemory
 
 LEAF = 64
@@ -27,7 +27,7 @@ LEAF = 64
 @pytest.fixture(autouse=True)
 def small_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hashing, "LEAF_NBYTES", LEAF)
-    monkeypatch.setattr(hashed_reads, "LEAF_NBYTES", LEAF)
+    monkeypatch.setattr(host, "_SEEN_NBYTES", LEAF)
     monkeypatch.setattr(hashing, "_SPAN_NBYTES", 3 * LEAF)
     monkeypatch.setattr(hashing, "_PARTIAL_LEAVES", 3)
 
