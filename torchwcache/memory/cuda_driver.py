@@ -10,16 +10,15 @@ Source of every rule named here: CUDA Driver API, "Virtual Memory Management", "
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import resource
 import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torchwcache.errors import ConfigError, CudaError, FileLimitError, SegmentError, SegmentMemoryError
+from torchwcache.errors import ConfigError, CudaError, SegmentError, SegmentMemoryError
+from torchwcache.memory.files_left import file_limit_error
 
 __all__ = ["CudaDevice", "load_driver"]
 
@@ -260,12 +259,5 @@ def _check_files_left(cause: SegmentError) -> None:
     try:
         os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
-            return
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        raise FileLimitError(
-            f"cannot make a segment: this process has no file descriptors left (ulimit -n is {soft}, at most {hard}); one per "
-            "segment is needed: raise it with `ulimit -n`",
-            soft=soft,
-            hard=hard,
-        ) from cause
+        if (full := file_limit_error("make a segment", error)) is not None:
+            raise full from cause

@@ -15,7 +15,6 @@ import errno
 import fcntl
 import mmap
 import os
-import resource
 import time
 from collections.abc import Sequence
 from typing import NoReturn
@@ -23,9 +22,10 @@ from typing import NoReturn
 import torch
 
 from torchwcache.config import Access
-from torchwcache.errors import FileLimitError, SegmentError, SegmentMemoryError
+from torchwcache.errors import SegmentError, SegmentMemoryError
 from torchwcache.memory.available import available_nbytes
 from torchwcache.memory.base import Seen
+from torchwcache.memory.files_left import file_limit_error
 from torchwcache.memory.reading import read_exactly, view_of_memory
 from torchwcache.memory.seals import REQUIRED_SEALS, check_sealed
 
@@ -51,15 +51,8 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 def _raise_memory(what: str, nbytes: int, error: OSError) -> NoReturn:
     """Turn the system's error about a segment into ours."""
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        whose = "this process" if error.errno == errno.EMFILE else "the system"
-        raise FileLimitError(
-            f"cannot {what}: {whose} has no file descriptors left (ulimit -n is {soft}, at most {hard}); one per segment is "
-            "needed: raise it with `ulimit -n`",
-            soft=soft,
-            hard=hard,
-        ) from error
+    if (full := file_limit_error(what, error)) is not None:
+        raise full from error
     if error.errno in (errno.ENOMEM, errno.ENOSPC):
         raise SegmentMemoryError(
             f"cannot {what} of {nbytes} bytes: no memory or address space left ({os.strerror(error.errno)}); nothing was published",
