@@ -293,10 +293,15 @@ def run(
     measure: Callable[[Harness], None],
     tables: Sequence[_report.Table],
     write_docs: Callable[[dict[str, Any]], None],
+    suffix: str = "",
     **options: Any,
 ) -> None:
-    """Everything that a benchmark's ``main`` does but measuring. Exits with 1 when a part failed."""
-    default = _report.RESULTS / f"{name}.json"
+    """Everything that a benchmark's ``main`` does but measuring. Exits with 1 when a part failed.
+
+    Args:
+        suffix: Of the name of the result, where a benchmark has several.
+    """
+    default = _report.RESULTS / f"{name}{suffix}.json"
     if args.docs_only:
         write_docs(json.loads((args.out or default).read_text()))
         return

@@ -197,7 +197,8 @@ def _priority(machine: Mapping[str, Any]) -> str:
 
 
 def command(result: Mapping[str, Any]) -> str:
-    return f"python benchmarks/{result['benchmark']}.py" + ("" if result["complete"] else " --quick")
+    parts = ["python", f"benchmarks/{result['benchmark']}.py", result.get("options", {}).get("engine")]
+    return " ".join([*filter(None, parts), *([] if result["complete"] else ["--quick"])])
 
 
 def replace_section(page: str, name: str, text: str) -> str:
