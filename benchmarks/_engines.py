@@ -21,7 +21,7 @@ START_S = 420.0
 HERE = Path(__file__).parent
 WORKERS = {"vllm": HERE / "_engine_vllm.py", "sglang": HERE / "_engine_sglang.py"}
 
-WEIGHTS = re.compile(r"Model loading took [\d.]+ GiB memory and ([\d.]+) seconds|Load weight end\. elapsed=([\d.]+) s")
+WEIGHTS = re.compile(r"Model loading took [\d.]+ GiB (?:memory )?and ([\d.]+) seconds|Load weight end\. elapsed=([\d.]+) s")
 """What vLLM (``gpu_model_runner.py``) and SGLang (``model_runner.py``) log when the loader has returned, one line a rank."""
 CACHE = re.compile(r"torchwcache, (?:one rank|rank \d+ of \d+).*")
 

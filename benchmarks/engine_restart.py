@@ -1,7 +1,7 @@
 """How the real vLLM and the real SGLang start: from disk, from torchwcache, and from the engine's own weight cache.
 
     python benchmarks/engine_restart.py vllm|sglang [--device cuda|cpu] [--quick] [--parts bf16,fp8,large,tp2]
-        [--out FILE] [--dir FOLDER] [--docs | --docs-only]
+        [--logs FOLDER] [--out FILE] [--dir FOLDER] [--docs | --docs-only]
 
 Makes checkpoints with random weights; starts the engine from disk with its files in the page cache, as the first that uses the
 cache, a second one beside it on the same GPU, kills both with SIGKILL, starts again, and kills the daemon under it. Tokens must be
@@ -271,6 +271,11 @@ class Chain:
     def close(self) -> None:
         for engine in self.engines:
             engine.kill()
+        if self.bench.logs is not None:
+            logs = sorted(self.folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
+            (self.bench.logs / f"{self.name}.log").write_text(
+                "".join(f"==== {path.name}\n{path.read_text(errors='replace')}\n" for path in logs)
+            )
         with contextlib.suppress(DaemonError, OSError), DaemonConnection.connect(self.socket) as connection:
             connection.stop()
 
@@ -278,8 +283,8 @@ class Chain:
 class Bench:
     """All parts: those with one rank side by side, as many as there are GPUs; then those with more."""
 
-    def __init__(self, harness: Harness, engine: str, parts: dict[str, Part], gpus: list[str]) -> None:
-        self.harness, self.engine, self.parts, self.gpus = harness, engine, parts, gpus
+    def __init__(self, harness: Harness, engine: str, parts: dict[str, Part], gpus: list[str], logs: Path | None) -> None:
+        self.harness, self.engine, self.parts, self.gpus, self.logs = harness, engine, parts, gpus, logs
         self.report = harness.report
         self.lock = threading.RLock()
         self.checkpoints: dict[tuple[str, float], Path] = {}
@@ -392,6 +397,7 @@ def main() -> None:
     args = _cuda_harness.arguments(__doc__)
     args.add_argument("engine", choices=sorted(WORKERS))
     args.add_argument("--parts", help="which parts, by commas (default: all that there are GPUs for)")
+    args.add_argument("--logs", type=Path, help="a folder for what the engines wrote, one file a part")
     options = args.parse_args()
     on_gpu = options.device != "cpu"
     gpus = visible_gpus() if on_gpu else []
@@ -399,7 +405,7 @@ def main() -> None:
     wanted = options.parts.split(",") if options.parts else [name for name, part in parts.items() if part.tp <= max(1, len(gpus))]
     chosen = {name: parts[name] for name in wanted}
     _cuda_harness.run(
-        NAME, options, lambda harness: Bench(harness, options.engine, chosen, gpus).run(), TABLES, write_docs,
+        NAME, options, lambda harness: Bench(harness, options.engine, chosen, gpus, options.logs).run(), TABLES, write_docs,
         suffix=f"_{options.engine}", engine=options.engine, parts=wanted,
     )  # fmt: skip
 
