@@ -103,7 +103,9 @@ class Chain:
             environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
         else:
             environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
-            environ |= {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(self.part.tp)))}
+            if self.part.tp > 1:
+                cores = "|".join(map(str, range(self.part.tp)))
+                environ |= {"SGLANG_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_OMP_THREADS_BIND": cores}
         if cache and self.bench.engine == "sglang":
             environ["TORCHWCACHE_MODE"] = "client"
         return environ
