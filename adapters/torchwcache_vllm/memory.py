@@ -72,7 +72,7 @@ def external_nbytes(attachment: Attachment) -> int:
 
 
 def not_counted_nbytes(attachment: Attachment) -> int:
-    """What vLLM has not counted, when the loader has returned, of what it would have counted from disk; negative if it counted more.
+    """What vLLM has not counted, when the loader has returned, of what it would have counted from disk; negative: too much.
 
     Of weights that are mapped it has counted nothing; of weights that were published just now, the segments that they are in now.
     """
