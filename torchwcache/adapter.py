@@ -98,11 +98,14 @@ class LoadResult:
         module: The module, ready to run.
         initialized: Names of tensors that the checkpoint does not hold and that were initialized anew (not a function of the
             checkpoint, unless seeded).
+        unwritten: Names of tensors that the checkpoint does not hold and nobody gave a value, in whole or in part. What is in them
+            is in no other process: never published, seed or not.
         notes: What a user should know, such as a full build where the meta build did not suffice.
     """
 
     module: nn.Module
     initialized: Sequence[str] = ()
+    unwritten: Sequence[str] = ()
     notes: Sequence[str] = ()
 
 

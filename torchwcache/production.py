@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -209,17 +209,27 @@ def check_publishable(
         quantization_config: What it found it by.
 
     Raises:
-        NotAFunctionOfCheckpointError: Tensors were initialized anew and no seed was given.
+        NotAFunctionOfCheckpointError: Tensors were initialized anew and no seed was given, or were not written at all.
         UnsupportedQuantizationError: The module's tensors are not what the method says.
     """
+    if result.unwritten:
+        raise NotAFunctionOfCheckpointError(
+            f"the load left {len(result.unwritten)} of the model's tensors without values, in whole or in part, since the "
+            f"checkpoint does not hold them: {_some(result.unwritten)}. See whether a file of the checkpoint is missing",
+            names=tuple(result.unwritten),
+        )
     if result.initialized and cfg.seed is None:
-        names = ", ".join(result.initialized[:10]) + (", ..." if len(result.initialized) > 10 else "")
+        names = _some(result.initialized)
         raise NotAFunctionOfCheckpointError(
             f"{len(result.initialized)} tensors are not in the checkpoint and were initialized anew ({names}): another process "
             "would get other values. Give ModelConfig(seed=...) to make them part of the model's identity",
             names=tuple(result.initialized),
         )
     check_tensors(method, result.module, quantization_config)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
 
 
 def capture_module(

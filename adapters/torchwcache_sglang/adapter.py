@@ -11,7 +11,7 @@ import inspect
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from torchwcache.identity.code import tree_code_fields
 from torchwcache.module.construct import parameters_on_meta
 from torchwcache.module.graph import type_name
 from torchwcache_sglang.canonical import plain, resolved_path
-from torchwcache_sglang.context import environment_names, parallel_layout, resolved_options
+from torchwcache_sglang.context import environment_names, option, parallel_layout, resolved_options
 from torchwcache_sglang.registries import Registries
+from torchwcache_sglang.unwritten import given_by_target, watched
 
 __all__ = ["SGLangAdapter", "model_config_for"]
 
@@ -39,6 +40,7 @@ _PACKAGES = (
 _IGNORED = {
     "*_name_or_path": "says where this process found the files, not what is in them",
     "*_commit_hash": "says from which revision of a repo this process got the files, not what is in them",
+    "*routed_experts_weights_of_layer": "where --enable-eplb finds the weights that it moves; it is refused",
     "*context_len": "how long requests may get; where a model's build looks at it, it is part of the fingerprint",
 }
 _PROCESS = {
@@ -72,10 +74,12 @@ class SGLangAdapter:
     """
 
     name = "sglang"
-    version = "1"
+    version = "2"
 
     def __init__(self, inner: Any, model_config: Any, device_config: Any) -> None:
         self.inner, self.model_config, self.device_config = inner, model_config, device_config
+        self.watching = True
+        """Whether a load is to find out what it did not write. What is not published is loaded as without us."""
         self._left = Registries()
 
     def accepts(self, cfg: ModelConfig) -> bool:
@@ -235,11 +239,17 @@ class SGLangAdapter:
 
     def load(self, cfg: ModelConfig, context: LoadContext) -> LoadResult:
         """SGLang's own loader, with all that it does after loading."""
+        from sglang.srt.model_loader import loader as sglang_loader
+
         registries = Registries()
-        with registries.apart():
+        with registries.apart(), watched(sglang_loader) if self.watching else nullcontext() as watch:
             module = self.inner.load_model(model_config=self.model_config, device_config=self.device_config)
         self._left = registries
-        return LoadResult(module=module)
+        unwritten = () if watch is None else watch.names
+        if unwritten and getattr(self.model_config, "is_draft_model", False):
+            given = given_by_target(module, str(option("speculative_algorithm")))
+            unwritten = tuple(name for name in unwritten if name not in given)
+        return LoadResult(module=module, unwritten=unwritten)
 
     def rules(self, cfg: ModelConfig, module: nn.Module) -> CaptureRules:
         """What says where things are, and what attention derives from its weights."""

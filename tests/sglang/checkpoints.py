@@ -5,6 +5,7 @@ Run as a script, with the names of kinds after the folder to write them to.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -60,6 +61,18 @@ KINDS = {
     "mla": ("DeepseekV3", _MLA),
 }
 """Name to the model's family in Transformers, and what its config has beyond the common sizes."""
+
+
+def without(original: Path, folder: Path, *names: str) -> Path:
+    """A copy of a checkpoint that lacks some tensors."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(original, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in names:
+        del tensors[name]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def main() -> None:

@@ -91,6 +91,25 @@ def parity(model: str) -> dict[str, Any]:
     }
 
 
+def unwritten(model: str) -> dict[str, Any]:
+    """Load a checkpoint that may lack something; what is said of it, and what the model is left with."""
+    import torch
+
+    config = set_up(model)
+    loader = loader_for(config)
+    module = load(loader, config)
+    report = loader.attachment.report
+    plain = [value for item in module.modules() for value in item.__dict__.values() if isinstance(value, torch.Tensor)]
+    held = [*module.parameters(), *module.buffers(), *plain]
+    return {
+        "source": report.source,
+        "published": report.published,
+        "warnings": list(report.warnings),
+        "nan": sum(bool(tensor.isnan().any()) for tensor in held if tensor.is_floating_point()),
+        "own": "load_weights" in module.__dict__,
+    }
+
+
 def roles(model: str) -> dict[str, Any]:
     """A target and a draft of one checkpoint in one process: entries of their own, and no rotary embedding without values."""
     from sglang.srt.configs.model_config import ModelConfig
@@ -227,6 +246,7 @@ def seams(model: str) -> dict[str, Any]:
 _SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     "parity": parity,
     "roles": roles,
+    "unwritten": unwritten,
     "options": options,
     "fingerprints": fingerprints,
     "seams": seams,

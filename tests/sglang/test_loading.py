@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import without
 from sglang_running import offline
 
 pytestmark = pytest.mark.timeout(400)
@@ -28,6 +29,29 @@ def test_what_is_attached_is_what_sglangs_own_loader_makes(cache: Any, checkpoin
     assert second["preloaded"] == second["mapped"] > 1_000_000
     if kind == "mla":
         assert {"w_kc", "w_vc"} <= set(second["plain"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "lacking", "unwritten"),
+    [
+        ("dense", "lm_head.weight", "lm_head.weight"),
+        ("dense", "model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.qkv_proj.weight"),
+        ("moe", "model.layers.1.mlp.experts.3.up_proj.weight", "model.layers.1.mlp.experts.w13_weight"),
+        ("mla", "model.layers.1.self_attn.kv_b_proj.weight", "model.layers.1.self_attn.kv_b_proj.weight"),
+    ],
+)
+def test_what_the_checkpoint_lacks_is_not_published(
+    cache: Any, checkpoints: Path, tmp_path: Path, kind: str, lacking: str, unwritten: str
+) -> None:
+    """A whole tensor, a part of a fused one, one expert of many, and what attention derives more from."""
+    model = without(checkpoints / kind, tmp_path / "lacking", lacking)
+    found = offline(cache.environment(TORCHWCACHE_MODE="daemon"), "unwritten", model=str(model))
+    assert (found["source"], found["published"]) == ("disk", False)
+    (warning,) = found["warnings"]
+    assert "the load left 1 of the model's tensors without values, in whole or in part" in warning
+    assert f"does not hold them: {unwritten}. See whether" in warning
+    assert found["nan"] == 0
+    assert not found["own"]
 
 
 def test_a_draft_is_an_entry_of_its_own_and_shares_no_module_with_the_target(cache: Any, checkpoints: Path) -> None:

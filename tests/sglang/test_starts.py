@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import without
 from sglang_running import EngineDied, OpenedFiles
 
 pytestmark = pytest.mark.timeout(600)
@@ -163,6 +164,22 @@ def test_refusals_and_strays_stop_the_start_when_they_are_told_to(cache: Any, ch
         assert "torchwcache" in engine.failed()
     with cache.start(checkpoints / "dense", mode="client", env=strict) as engine:
         assert "DaemonUnavailable" in engine.failed()
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_served_but_not_published(cache: Any, checkpoints: Path, tmp_path: Path) -> None:
+    """SGLang says nothing of it. We do, the engine starts as it would have, and what it serves stays its own."""
+    lacking = without(checkpoints / "dense", tmp_path / "lacking", "model.layers.1.self_attn.k_proj.weight")
+    why = "does not hold them: model.layers.1.self_attn.qkv_proj.weight"
+    for _ in range(2):  # the second one is told by the daemon
+        with cache.start(lacking) as engine:
+            assert len(engine.started()) == 2
+            (line,) = engine.lines
+            assert (line.what, line.published) == ("miss", False)
+            assert why in line.text
+            assert engine.call("update_weights_from_disk", model_path=str(checkpoints / "other"))["result"].startswith("(True")
+    assert "lacking" not in cache.command("status")
+    with cache.start(lacking, env={"TORCHWCACHE_FALLBACK": "error"}) as engine:
+        assert why in engine.failed()
 
 
 def test_kills(cache: Any, checkpoints: Path) -> None:
