@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,20 +111,22 @@ class Chain:
             environ["TORCHWCACHE_MODE"] = "client"
         return environ
 
-    def launch(self, way: str, kind: str, more: dict[str, str] | None = None, **options: Any) -> Engine:
+    def launch(self, way: str, kind: str, **options: Any) -> Engine:
+        if self.bench.engine == "sglang" and not self.gpus:
+            options["device"] = "cpu"
         order = {
             "model": str(self.model), "way": kind, "prompts": PROMPTS, "tokens": TOKENS, "wait": True,
             "device": self.bench.harness.device, "options": {**dict(self.part.options), **options},
         }  # fmt: skip
         log = self.folder / f"{way}.log"
-        engine = Engine(self.bench.engine, order, {**self.environ(cache=kind == "cache"), **(more or {})}, log)
+        engine = Engine(self.bench.engine, order, self.environ(cache=kind == "cache"), log)
         self.engines.append(engine)
         return engine
 
-    def start(self, way: str, kind: str, more: dict[str, str] | None = None, **options: Any) -> Engine:
+    def start(self, way: str, kind: str, **options: Any) -> Engine:
         """Start one, and note what came of it."""
         before = gpu_used_mib(self.gpus)
-        engine = self.launch(way, kind, more, **options)
+        engine = self.launch(way, kind, **options)
         found = engine.result()
         after = gpu_used_mib(self.gpus)
         seen = engine.seen()
@@ -192,8 +195,8 @@ class Chain:
 
     def beside(self, first: Engine) -> None:
         alone = gpu_used_mib(self.gpus)
-        sleeping = {"enable_sleep_mode": True} if self.bench.engine == "vllm" else {"enable_memory_saver": True}
-        second = self.start("second", "cache", **(sleeping if self.gpus else {}))
+        sleeping = {"enable_sleep_mode": True} if self.bench.engine == "vllm" and self.gpus else {}
+        second = self.start("second", "cache", **sleeping)
         both = gpu_used_mib(self.gpus)
         self.memory("the first engine", alone)
         self.memory("two engines on one GPU", both)
@@ -206,7 +209,7 @@ class Chain:
             awake = second.do(do="call", name="wake_up") if "error" not in asleep else {}
         else:
             asleep = second.do(do="call", name="release_memory_occupation")
-            self.memory("the second released its memory", settled_mib(self.gpus))
+            self.memory("the second after release_memory_occupation", settled_mib(self.gpus))
             awake = second.do(do="call", name="resume_memory_occupation") if "error" not in asleep else {}
         works = second.do(do="generate")["tokens"] == self.tokens
         said = str(asleep.get("error") or awake.get("error") or "slept and woke")
@@ -225,7 +228,7 @@ class Chain:
         """The engine's own weight cache: a start, and a start after its daemon was killed."""
         from _engine_sglang import own_daemon_command, own_environment
 
-        environ = {**self.environ(cache=False), **own_environment(self.folder)}
+        environ = own_environment(self.environ(cache=False))
         with (self.folder / "own-daemon.log").open("wb") as log:
             daemon = subprocess.Popen(
                 own_daemon_command(str(self.model), {}), env=environ, stdout=log, stderr=log, start_new_session=True
@@ -233,7 +236,8 @@ class Chain:
         try:
             self.wait_for_own(daemon)
             self.memory("SGLang's own daemon holds the weights", settled_mib(self.gpus))
-            engine = self.start("own", "own", own_environment(self.folder))
+            engine = self.start("own", "own")
+            self.check(f"{WAYS['own']}: its log says so", "Loaded model via IPC" in engine.text)
             os.killpg(daemon.pid, signal.SIGKILL)
             daemon.wait(30)
             try:
@@ -250,11 +254,11 @@ class Chain:
                 os.killpg(daemon.pid, signal.SIGKILL)
 
     def wait_for_own(self, daemon: subprocess.Popen[bytes]) -> None:
-        from _engine_sglang import own_daemon_ready
+        from _engine_sglang import OWN_READY
 
         deadline = time.monotonic() + 240.0
         log = self.folder / "own-daemon.log"
-        while not own_daemon_ready(self.folder, log.read_text(errors="replace")):
+        while not OWN_READY.exists():
             if daemon.poll() is not None or time.monotonic() > deadline:
                 raise WorkerError(f"SGLang's own daemon did not start:\n{log.read_text(errors='replace')[-4000:]}")
             time.sleep(0.2)
@@ -283,56 +287,62 @@ class Chain:
 
 
 class Bench:
-    """All parts: those with one rank side by side, as many as there are GPUs; then those with more."""
+    """All parts, side by side as far as there are GPUs; each has its GPUs for itself."""
 
     def __init__(self, harness: Harness, engine: str, parts: dict[str, Part], gpus: list[str], logs: Path | None) -> None:
         self.harness, self.engine, self.parts, self.gpus, self.logs = harness, engine, parts, gpus, logs
         self.report = harness.report
         self.lock = threading.RLock()
+        self.idle = list(gpus)
+        self.given_back = threading.Condition()
         self.checkpoints: dict[tuple[str, float], Path] = {}
 
     def run(self) -> None:
         if self.harness.on_gpu:
             self.harness.note_gpu(self.harness.work("machine", device=self.harness.device))
-        for part in self.parts.values():
-            self.make(part.kind, part.gib)
+        wanted = dict.fromkeys((part.kind, part.gib) for part in self.parts.values())
+        with ThreadPoolExecutor(len(wanted)) as pool:
+            list(pool.map(lambda key: self.make(*key), wanted))
         time.sleep(SETTLED_S)
-        waiting = [name for name, part in self.parts.items() if part.tp == 1]
-        lanes = [[gpu] for gpu in self.gpus] or [[]]
-
-        def lane(gpus: list[str]) -> None:
-            while True:
-                with self.lock:
-                    if not waiting:
-                        return
-                    name = waiting.pop(0)
-                self.chain(name, gpus)
-
-        threads = [threading.Thread(target=lane, args=(gpus,)) for gpus in lanes]
-        for thread in threads:
-            thread.start()
+        threads = []
+        for name, part in self.parts.items():
+            gpus = self.take(part.tp)
+            threads.append(threading.Thread(target=self.chain, args=(name, gpus)))
+            threads[-1].start()
+            if not self.gpus:
+                threads[-1].join()
         for thread in threads:
             thread.join()
-        for name, part in self.parts.items():
-            if part.tp > 1:
-                self.chain(name, self.gpus[: part.tp])
         self.set_targets()
 
+    def take(self, count: int) -> list[str]:
+        """So many GPUs, when they are idle."""
+        if not self.gpus:
+            return []
+        with self.given_back:
+            self.given_back.wait_for(lambda: len(self.idle) >= count)
+            taken, self.idle = self.idle[:count], self.idle[count:]
+            return taken
+
     def make(self, kind: str, gib: float) -> None:
-        if (kind, gib) in self.checkpoints:
-            return
         folder = self.harness.folder / f"model-{kind}-{gib:g}"
         script = Path(__file__).with_name("_engine_checkpoints.py")
         device = "cuda" if self.gpus else "cpu"
         command = [sys.executable, str(script), kind, str(folder), device, str(gib)]
-        subprocess.run(command, check=True, stdout=sys.stderr, timeout=300.0)
+        environ = {**os.environ, **({"CUDA_VISIBLE_DEVICES": self.gpus[0]} if self.gpus else {})}
+        subprocess.run(command, check=True, stdout=sys.stderr, env=environ, timeout=300.0)
         self.checkpoints[kind, gib] = folder
         self.harness.say(f"made {folder.name}")
 
     def chain(self, name: str, gpus: list[str]) -> None:
         chain = Chain(self, name, self.parts[name], gpus)
-        with self.harness.part(name), self.closed(chain):
-            chain.run()
+        try:
+            with self.harness.part(name), self.closed(chain):
+                chain.run()
+        finally:
+            with self.given_back:
+                self.idle += gpus
+                self.given_back.notify_all()
 
     @contextlib.contextmanager
     def closed(self, chain: Chain) -> Iterator[None]:
