@@ -6,8 +6,8 @@ the load and the processing after it was not written, down to one expert's shard
 loader, a thread, a copy) does not matter. A value that the constructor itself gave (ones of a norm, a scale's default) stays, and
 counts as written: it is the same in every process.
 
-Afterwards nothing of the pattern is left. Where it was there are zeros, or the random values that the constructor drew: what an
-engine without us could have found there.
+Afterwards no weight has the pattern. Where it was there are zeros, or the random values that the constructor drew: what an engine
+without us could have found there. What a model derives from its weights while it loads them is left as it came out.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ class Watch:
 
     def _loaded(self, model: Any) -> None:
         self._seen = True
-        before = len(self._found)
         for name, tensor in _weights(model).items():
             if _has_pattern(tensor):
                 self._found[name] = None
@@ -78,8 +77,6 @@ class Watch:
             elif name.endswith(_SCALE) and tensor.dtype is torch.float32 and bool((tensor == _UNSET_SCALE).any()):
                 self._found[name] = None
         self._drawn.clear()
-        if len(self._found) > before and hasattr(model, "post_load_weights"):
-            model.post_load_weights()  # what was derived from the pattern, as SGLang's loaders for dummy weights have it done
 
 
 @contextmanager

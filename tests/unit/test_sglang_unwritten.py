@@ -169,21 +169,6 @@ def test_bytes_have_the_pattern_among_their_values() -> None:
     assert load(Quantized, lambda model: (complete(model), model.packed.data[0].zero_()))[1] == ("packed",)
 
 
-def test_what_was_derived_is_derived_anew() -> None:
-    class Latent(Model):
-        def load_weights(self, weights: Callable[[Any], None]) -> str:
-            super().load_weights(weights)
-            self.post_load_weights()
-            return "done"
-
-        def post_load_weights(self) -> None:
-            self.derived = self.embed.data.clone() * 2
-
-    model, names = load(Latent, lambda model: model.fused.data.zero_())
-    assert names == ("embed",)
-    assert not model.derived.isnan().any()
-
-
 def test_a_scale_of_block_fp8_that_sglang_left_unset() -> None:
     class Scaled(Model):
         def __init__(self) -> None:
