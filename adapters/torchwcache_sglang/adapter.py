@@ -40,6 +40,7 @@ _PACKAGES = (
 _IGNORED = {
     "*_name_or_path": "says where this process found the files, not what is in them",
     "*_commit_hash": "says from which revision of a repo this process got the files, not what is in them",
+    "*routed_experts_weights_of_layer": "where --enable-eplb finds the weights that it moves; it is refused",
     "*context_len": "how long requests may get; where a model's build looks at it, it is part of the fingerprint",
 }
 _PROCESS = {
