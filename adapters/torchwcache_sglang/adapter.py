@@ -10,6 +10,7 @@ import copy
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -100,7 +101,7 @@ class SGLangAdapter:
         except WeightCacheError:
             raise
         except _FAILURES as error:
-            raise BuildError(f"SGLang's state cannot be read: {type(error).__name__}: {error}") from error
+            raise BuildError(f"SGLang's state cannot be read: {type(error).__name__}: {error} ({_where(error)})") from error
 
     def _described(self, module: nn.Module) -> Description:
         model_config, load_config = self.model_config, self.inner.load_config
@@ -261,6 +262,12 @@ class SGLangAdapter:
         """Leave in the process what SGLang's loader leaves there, and set the mode."""
         self._left.keep()
         module.eval()
+
+
+def _where(error: BaseException) -> str:
+    """The innermost three places of what failed in SGLang's code or on the way there: whoever reports it has only the log."""
+    places = traceback.extract_tb(error.__traceback__)[-3:]
+    return ", ".join(f"{Path(place.filename).name}:{place.lineno} in {place.name}" for place in reversed(places))
 
 
 _FAILURES = (AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,22 +14,43 @@ from torchwcache.module.graph import type_name
 __all__ = ["plain", "resolved_path"]
 
 
+_MAX_DEPTH = 32
+
+
 def plain(value: Any) -> Any:
-    """A value with a canonical form: what has none is told apart by its class and its text, where that names no address."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        items = [plain(item) for item in value]
-        return sorted(items, key=repr) if isinstance(value, (set, frozenset)) else items
+    """A value with a canonical form: what has none is told apart by its class and its text, where that names no address.
+
+    Raises:
+        ValueError: It goes so deep that it is no option's value any more.
+    """
+    return _plain(value, [])
+
+
+def _plain(value: Any, inside: list[int]) -> Any:
+    if id(value) in inside:
+        return ("again", len(inside) - inside.index(id(value)))  # so many levels up
+    if len(inside) > _MAX_DEPTH:
+        raise ValueError(f"a {type_name(type(value))} more than {_MAX_DEPTH} levels inside a value")
+    inside.append(id(value))
     try:
-        encode(value)
-    except EncodingError:
-        state = getattr(value, "__dict__", None)
-        if isinstance(state, dict) and state:
-            return {"class": type_name(type(value)), **{str(name): plain(item) for name, item in state.items()}}
-        text = repr(value)
-        return (type_name(type(value)), text if " at 0x" not in text else "")
-    return value
+        if isinstance(value, Mapping):
+            return {str(key): _plain(item, inside) for key, item in value.items()}
+        if isinstance(value, (list, tuple, set, frozenset)):
+            items = [_plain(item, inside) for item in value]
+            return sorted(items, key=repr) if isinstance(value, (set, frozenset)) else items
+        if isinstance(value, types.ModuleType):
+            return ("module", value.__name__)
+        try:
+            encode(value)
+        except EncodingError:
+            state = getattr(value, "__dict__", None)
+            if isinstance(state, dict) and state:
+                return {"class": type_name(type(value)), **{str(name): _plain(item, inside) for name, item in state.items()}}
+            text = repr(value)
+            return (type_name(type(value)), text if " at 0x" not in text else "")
+        return value
+    finally:
+        inside.pop()
 
 
 def resolved_path(path: str) -> str:

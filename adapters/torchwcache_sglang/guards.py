@@ -12,14 +12,30 @@ from typing import Any
 
 from torchwcache_sglang import leases
 
-__all__ = ["GUARDS", "UPDATER_GUARDS", "around_release", "around_resume", "refusing", "refusing_in_updater", "updating_in_place"]
+__all__ = [
+    "GUARDS",
+    "UPDATER_GUARDS",
+    "around_check",
+    "around_release",
+    "around_resume",
+    "around_state",
+    "refusing",
+    "refusing_in_updater",
+    "refusing_to_caller",
+    "updating_in_place",
+]
 
 logger = logging.getLogger("sglang.torchwcache")
 
 _SCHEDULER = "sglang.srt.managers.scheduler_components.weight_updater"
 _MANAGER = f"{_SCHEDULER}.SchedulerWeightUpdaterManager"
+_SCHEDULER_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
+_CALLER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+_CHECKER = "sglang.srt.utils.weight_checker.WeightChecker.handle"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _WEIGHTS = "weights"
+_STATE = "torchwcache"
+"""Key of the scheduler's state, which ``/server_info`` shows, too."""
 
 _OUTPUTS = {
     "update_weights_from_disk": "UpdateWeightFromDiskReqOutput",
@@ -76,8 +92,49 @@ def refusing_in_updater(name: str) -> Callable[..., Any]:
     return hook
 
 
+def around_state(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    """``get_internal_state``: also whether weights are shared, which only the schedulers know."""
+    answer = original(scheduler, request)
+    if leases.anything_shared():
+        answer.internal_state[_STATE] = {"weights": "shared"}
+    return answer
+
+
+def refusing_to_caller(operation: str) -> Callable[..., Any]:
+    """An AROUND hook where the engine's own process is asked to release or resume memory.
+
+    The schedulers cannot refuse: their answer has no place for a reason, and what they raise ends the engine.
+    """
+
+    async def hook(original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+
+        tags = list(request.tags or GPU_MEMORY_ALL_TYPES)
+        if _WEIGHTS in tags and any(_STATE in state for state in await manager.get_internal_state()):
+            from torchwcache.errors import RefusedError
+
+            others = [tag for tag in GPU_MEMORY_ALL_TYPES if tag != _WEIGHTS]
+            reason = (
+                f"{operation} is refused for {_WEIGHTS!r}: the weights of this server are shared with other processes through "
+                f"torchwcache, and are not this one's to free. Nothing was done. Ask with tags={others} for the rest, or start "
+                "with TORCHWCACHE_MODE=off"
+            )
+            logger.error("%s", reason)
+            raise RefusedError(reason, reason=reason, kind="SGLang")
+        return await original(manager, request, *args, **kwargs)
+
+    return hook
+
+
+def around_check(original: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
+    """``weights_checker``: all but ``reset_tensors``, which writes random values into the weights."""
+    if action == "reset_tensors" and leases.anything_shared():
+        raise RuntimeError(_reason("weights_checker with action=reset_tensors"))
+    return original(checker, action, *args, **kwargs)
+
+
 def around_release(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """``release_memory_occupation``: everything but the weights, which are not this process's to free."""
+    """``release_memory_occupation`` in a scheduler, whoever asks it: everything but the weights, which are not its own to free."""
     return original(manager, _without_weights(request, "release_memory_occupation"))
 
 
@@ -110,8 +167,12 @@ GUARDS: dict[str, Callable[..., Any]] = {
     **{f"{_MANAGER}.{name}": refusing(name) for name in _OUTPUTS},
     f"{_MANAGER}.release_memory_occupation": around_release,
     f"{_MANAGER}.resume_memory_occupation": around_resume,
+    _SCHEDULER_STATE: around_state,
+    f"{_CALLER}.release_memory_occupation": refusing_to_caller("release_memory_occupation"),
+    f"{_CALLER}.resume_memory_occupation": refusing_to_caller("resume_memory_occupation"),
+    _CHECKER: around_check,
 }
-"""Hooks on what the scheduler is asked, by target."""
+"""Hooks on what the engine and its schedulers are asked, by target."""
 
 UPDATER_GUARDS: dict[str, Callable[..., Any]] = {
     f"{_UPDATER}.{name}": refusing_in_updater(name)

@@ -30,10 +30,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PATTERNS = {1: 0x7F, 2: 0x7FEA, 4: 0x7FEA5EED, 8: 0x7FFA5EED5EED5EED}
 """By size of an element: quiet NaNs in every floating dtype of that size, with a payload that no computation makes."""
 
-_NARROW = frozenset({torch.int8, torch.uint8, torch.int16, torch.uint16})
-"""Dtypes that have the pattern among their usual values: only a whole row of it says something."""
-
 _ROW = 16
+"""How many elements of the pattern next to each other say something in a dtype that has it among its usual values."""
+
 _EMPTY = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
 _CHUNK = 1 << 26
 
@@ -62,7 +61,7 @@ class Watch:
         for storage, dtype in building.empty():
             if storage._cdata not in owned:
                 # Scratch memory of the engine's, or what a computation works on: zeros are as good as what was there.
-                _replace_pattern(torch.empty(0, dtype=dtype, device=storage.device).set_(storage), None)
+                _replace(torch.empty(0, dtype=dtype, device=storage.device).set_(storage), None)
         for name, tensor in weights.items():
             if tensor.is_floating_point() and building.is_random(tensor):
                 self._drawn[name] = tensor.detach().to("cpu", copy=True)
@@ -71,9 +70,9 @@ class Watch:
     def _loaded(self, model: Any) -> None:
         self._seen = True
         for name, tensor in _weights(model).items():
-            if _has_pattern(tensor):
+            if _is_unwritten(tensor):
                 self._found[name] = None
-                _replace_pattern(tensor, self._drawn.get(name))
+                _replace(tensor, self._drawn.get(name))
             elif name.endswith(_SCALE) and tensor.dtype is torch.float32 and bool((tensor == _UNSET_SCALE).any()):
                 self._found[name] = None
         self._drawn.clear()
@@ -161,10 +160,9 @@ class _Building(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided or tensor.dtype is torch.bool:
             return
         if tensor.element_size() in _BITS:
-            dtype = _BITS[tensor.element_size()]
-            whole = torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
-            whole.fill_(_PATTERNS[tensor.element_size()])
-            self._empty.append((_reference(tensor), dtype))
+            bits = torch.empty(0, dtype=_BITS[tensor.element_size()], device=tensor.device)
+            bits.set_(tensor.untyped_storage()).fill_(_PATTERNS[tensor.element_size()])
+            self._empty.append((_reference(tensor), tensor.dtype))
 
     def _taint(self, result: Any) -> None:
         for tensor in _tensors(result):
@@ -180,7 +178,7 @@ class _Building(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return reference is not None and not reference.expired()  # type: ignore[no-untyped-call]
 
     def empty(self) -> Iterator[tuple[Any, torch.dtype]]:
-        """Storages that were made without values and are still there, each with the dtype of its pattern."""
+        """Storages that were made without values and are still there, each with the dtype that it was made for."""
         for reference, dtype in self._empty:
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is not None:
@@ -220,29 +218,45 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(_BITS[tensor.element_size()])
 
 
-def _chunks(bits: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Parts of bounded size, so that a mask over them is small next to the weights."""
-    if bits.is_contiguous():
-        yield from torch.split(bits.view(-1), _CHUNK)
-    else:
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Parts of a tensor's bits of bounded size, so that a mask over them is small next to the weights."""
+    bits = _bits(tensor)
+    if not bits.is_contiguous():
         yield bits
+    elif _is_narrow(tensor) and bits.dim() > 1 and bits.shape[-1] >= _ROW:
+        yield from torch.split(bits.view(-1, bits.shape[-1]), max(1, _CHUNK // bits.shape[-1]))
+    elif _is_narrow(tensor):
+        yield bits.view(-1)
+    else:
+        yield from torch.split(bits.view(-1), _CHUNK)
 
 
-def _has_pattern(tensor: torch.Tensor) -> bool:
-    if tensor.numel() == 0:
-        return False
-    bits, pattern = _bits(tensor), _PATTERNS[tensor.element_size()]
-    if tensor.dtype not in _NARROW:
-        return any(bool((chunk == pattern).any()) for chunk in _chunks(bits))
-    rows = bits if bits.dim() > 1 and bits.shape[-1] >= _ROW else bits.reshape(1, -1)
-    return rows.shape[-1] >= _ROW and bool((rows == pattern).all(-1).any())
+def _is_narrow(tensor: torch.Tensor) -> bool:
+    """Whether the pattern is among the usual values of a tensor's dtype."""
+    return tensor.element_size() == 1 or tensor.dtype in (torch.int16, torch.uint16)
 
 
-def _replace_pattern(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
+def _mask(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Where a part was not written; in narrow dtypes whole rows only, and short tensors as a whole."""
+    equal = part == _PATTERNS[tensor.element_size()]
+    if not _is_narrow(tensor):
+        return equal
+    if part.dim() > 1 and part.shape[-1] >= _ROW:
+        return equal.all(-1, keepdim=True)
+    return equal.all() if part.numel() >= _ROW else torch.zeros((), dtype=torch.bool, device=part.device)
+
+
+def _is_unwritten(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and any(bool(_mask(tensor, part).any()) for part in _parts(tensor))
+
+
+def _replace(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
     """Put values in the place of the pattern; zeros where there are none."""
-    bits, pattern = _bits(tensor), _PATTERNS[tensor.element_size()]
-    if values is not None and values.shape == tensor.shape and values.dtype == tensor.dtype:
-        bits.copy_(torch.where(bits == pattern, _bits(values.to(tensor.device)), bits))
+    if tensor.numel() == 0:
         return
-    for chunk in _chunks(bits):
-        chunk.masked_fill_(chunk == pattern, 0)
+    if values is not None and values.shape == tensor.shape and values.dtype == tensor.dtype:
+        bits = _bits(tensor)
+        bits.copy_(torch.where(_mask(tensor, bits), _bits(values.to(tensor.device)), bits))
+        return
+    for part in _parts(tensor):
+        part.masked_fill_(_mask(tensor, part), 0)

@@ -5,6 +5,7 @@ Run as a script, with the names of kinds after the folder to write them to.
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -72,6 +73,23 @@ def without(original: Path, folder: Path, *names: str) -> Path:
     for name in names:
         del tensors[name]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def eagle(original: Path, folder: Path) -> Path:
+    """A draft for a Llama, as EAGLE's are: one layer, and neither embedding nor head, which it gets from its target."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder.mkdir()
+    config = json.loads((original / "config.json").read_text())
+    config |= {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(original / "model.safetensors")
+    layer = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.layers.0.")}
+    size = config["hidden_size"]
+    layer |= {"fc.weight": torch.randn(size, 2 * size), "fc.bias": torch.zeros(size)}
+    save_file(layer, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

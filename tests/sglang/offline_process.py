@@ -110,6 +110,20 @@ def unwritten(model: str) -> dict[str, Any]:
     }
 
 
+def draft_without_embedding(model: str, draft: str, algorithm: str) -> dict[str, Any]:
+    """A draft whose embedding and head are not in its checkpoint, under a method that does or does not take the target's."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.runtime_context import get_context
+
+    set_up(model)
+    get_context().override("test", speculative_algorithm=algorithm)
+    asked = ModelConfig(draft, dtype="float32", is_draft_model=True)
+    loader = loader_for(asked)
+    load(loader, asked)
+    report = loader.attachment.report
+    return {"source": report.source, "published": report.published, "warnings": list(report.warnings)}
+
+
 def roles(model: str) -> dict[str, Any]:
     """A target and a draft of one checkpoint in one process: entries of their own, and no rotary embedding without values."""
     from sglang.srt.configs.model_config import ModelConfig
@@ -247,6 +261,7 @@ _SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     "parity": parity,
     "roles": roles,
     "unwritten": unwritten,
+    "draft_without_embedding": draft_without_embedding,
     "options": options,
     "fingerprints": fingerprints,
     "seams": seams,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import without
+from checkpoints import eagle, without
 from sglang_running import offline
 
 pytestmark = pytest.mark.timeout(400)
@@ -52,6 +52,21 @@ def test_what_the_checkpoint_lacks_is_not_published(
     assert f"does not hold them: {unwritten}. See whether" in warning
     assert found["nan"] == 0
     assert not found["own"]
+
+
+def test_what_a_draft_gets_from_its_target_may_be_missing(cache: Any, checkpoints: Path, tmp_path: Path) -> None:
+    env = cache.environment(TORCHWCACHE_MODE="daemon")
+    model = str(checkpoints / "dense")
+    draft = str(eagle(checkpoints / "dense", tmp_path / "draft"))
+
+    def start(algorithm: str) -> dict[str, Any]:
+        return offline(env, "draft_without_embedding", model=model, draft=draft, algorithm=algorithm)
+
+    first, second, alone = start("EAGLE"), start("EAGLE"), start("STANDALONE")
+    assert (first["published"], second["source"]) == (True, "cache")
+    assert not alone["published"]
+    assert "left 2 of the model's tensors without values" in alone["warnings"][-1]
+    assert "model.embed_tokens.weight, lm_head.weight" in alone["warnings"][-1]
 
 
 def test_a_draft_is_an_entry_of_its_own_and_shares_no_module_with_the_target(cache: Any, checkpoints: Path) -> None:

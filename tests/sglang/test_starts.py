@@ -136,8 +136,11 @@ def test_weights_are_not_written_while_they_are_shared(cache: Any, checkpoints: 
                 assert answer["result"].startswith("(False")
             time.sleep(1)  # SGLang answers shortly before it counts itself idle, and ends when memory is asked back in between
             for name in ("release_memory_occupation", "resume_memory_occupation"):
-                assert engine.call(name) == {"result": "None"}
-                assert f"{name}: the weights stay" in engine.said
+                for tags in (None, ["weights"]):
+                    answer = engine.call(name, tags=tags)
+                    assert f"RefusedError: {name} is refused for 'weights'" in answer["error"], answer
+                assert engine.call(name, tags=["kv_cache", "cuda_graph"]) == {"result": "None"}
+            assert engine.call("get_server_info")["result"].count("'torchwcache': {'weights': 'shared'}") == 1
             assert engine.generate() == tokens
 
 

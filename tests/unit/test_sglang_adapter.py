@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import json
 import logging
@@ -138,6 +139,18 @@ def test_values_without_a_canonical_form_are_told_apart_by_what_they_hold() -> N
     assert plain({"a": (1, {2, 3})}) == {"a": [1, [2, 3]]}
     assert plain(Config(1)) == plain(Config(1)) != plain(Config(2))
     assert plain(object()) == plain(object())
+    assert plain(sys) == plain(sys) != plain(types)
+    loop: dict[str, Any] = {"a": 1}
+    loop["again"] = {"me": loop}
+    assert plain(loop) == {"a": 1, "again": {"me": ("again", 2)}}
+    knot = Config(1)
+    knot.again = knot  # type: ignore[attr-defined]
+    assert plain(knot) == {**plain(Config(1)), "again": ("again", 1)}
+    deep: list[Any] = []
+    for _ in range(40):
+        deep = [deep]
+    with pytest.raises(ValueError, match="more than 32 levels"):
+        plain(deep)
     assert plain(plain) == plain(plain)
 
 
@@ -490,9 +503,47 @@ def test_memory_is_released_but_for_the_weights(shared: None, tags: list[str] | 
         assert hook(lambda manager, asked: asked.tags, object(), request) == left
 
 
+class Manager:
+    """As the engine's own process sees its schedulers: by what they answer."""
+
+    def __init__(self, *states: dict[str, Any]) -> None:
+        self.states = states
+
+    async def get_internal_state(self) -> list[dict[str, Any]]:
+        return list(self.states)
+
+
+async def released(manager: Manager, request: Any) -> object:
+    return request.tags
+
+
+def ask(manager: Manager, tags: list[str] | None) -> object:
+    hook = guards.refusing_to_caller("release_memory_occupation")
+    return asyncio.run(hook(released, manager, types.SimpleNamespace(tags=tags)))
+
+
+def test_whoever_asks_for_memory_is_told_that_weights_are_not_the_engines_own(shared: None) -> None:
+    state = guards.around_state(lambda scheduler, asked: types.SimpleNamespace(internal_state={}), object(), object())
+    manager = Manager({}, state.internal_state)
+    for tags in (None, [], ["weights"], ["weights", "kv_cache"]):
+        with pytest.raises(RefusedError, match=r"Nothing was done. Ask with tags=\['kv_cache', 'cuda_graph'\] for the rest"):
+            ask(manager, tags)
+    assert ask(manager, ["kv_cache", "cuda_graph"]) == ["kv_cache", "cuda_graph"]
+    assert ask(Manager({}, {}), None) is None
+
+
+def test_the_checker_of_weights_does_not_write(shared: None) -> None:
+    with pytest.raises(RuntimeError, match="reset_tensors is refused"):
+        guards.around_check(writes, object(), "reset_tensors")
+    assert guards.around_check(lambda checker, action: action, object(), "checksum") == "checksum"
+
+
 def test_nothing_is_guarded_while_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "_shared", False)
     request = types.SimpleNamespace(tags=None)
     assert guards.around_release(lambda manager, asked: asked.tags, object(), request) is None
     assert guards.refusing("update_weights_from_disk")(lambda manager, asked: "done", object(), request) == "done"
+    state = guards.around_state(lambda scheduler, asked: types.SimpleNamespace(internal_state={}), object(), object())
+    assert state.internal_state == {}
+    assert guards.around_check(lambda checker, action: action, object(), "reset_tensors") == "reset_tensors"
     assert guards.refusing_in_updater("update_weights_from_disk")(lambda updater: "done", object()) == "done"

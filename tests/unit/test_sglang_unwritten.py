@@ -24,7 +24,7 @@ class Model(nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.embed = nn.Parameter(torch.empty(6, 4, dtype=dtype), requires_grad=False)
-        self.fused = nn.Parameter(torch.empty(3, 4, 4, dtype=dtype), requires_grad=False)
+        self.fused = nn.Parameter(torch.empty(3, 4, 16, dtype=dtype), requires_grad=False)
         self.norm = nn.Parameter(torch.ones(4), requires_grad=False)
         self.scale = nn.Parameter(torch.tensor(-1.0), requires_grad=False)
         self.register_buffer("rope", torch.arange(4.0), persistent=False)
@@ -39,7 +39,7 @@ class Model(nn.Module):
 def complete(model: Model) -> None:
     model.embed.data.copy_(torch.full((6, 4), 0.5))
     for expert in range(3):
-        model.fused.data[expert].copy_(torch.full((4, 4), 0.25))
+        model.fused.data[expert].copy_(torch.full((4, 16), 0.25))
 
 
 def load(build: Callable[[], Any], write: Callable[[Any], None]) -> tuple[Any, tuple[str, ...]]:
@@ -64,21 +64,15 @@ def test_what_was_written_in_full_is_fine(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int32])
 def test_one_part_that_was_not_written_is_found(dtype: torch.dtype) -> None:
-    def write(model: Model) -> None:
+    def incomplete(model: Model) -> None:
+        untouched = model.fused.data[1].clone()
         complete(model)
         model.fused.data[1].copy_(untouched)
 
-    untouched = torch.empty(0)
-
-    def incomplete(model: Model) -> None:
-        nonlocal untouched
-        untouched = model.fused.data[1].clone()
-        write(model)
-
     model, names = load(lambda: Model(dtype), incomplete)
     assert names == ("fused",)
-    assert model.fused[1].float().tolist() == [[0.0] * 4] * 4
-    assert model.fused[0].float().tolist() == torch.full((4, 4), 0.25).to(dtype).float().tolist()
+    assert model.fused[1].float().tolist() == [[0.0] * 16] * 4
+    assert model.fused[0].float().tolist() == [[float(torch.tensor(0.25).to(dtype))] * 16] * 4
 
 
 def test_several_are_named_each_and_none_is_published() -> None:
@@ -155,18 +149,42 @@ def test_buffers_of_the_state_dict_count() -> None:
     assert load(Buffered, complete)[1] == ("mean",)
 
 
-def test_bytes_have_the_pattern_among_their_values() -> None:
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.float8_e4m3fn])
+def test_narrow_dtypes_have_the_pattern_among_their_values(dtype: torch.dtype) -> None:
+    """A whole row of it says something; single values of it are values, also where a table or the rest of a weight has them."""
+    pattern = torch.full((1,), 0x7FEA if dtype.itemsize == 2 else 0x7F, dtype=torch.int16)
+    raw = (pattern if dtype.itemsize == 2 else pattern.to(torch.uint8)).view(dtype)
+    values = torch.zeros(2, 32, dtype=torch.uint8 if dtype.itemsize == 1 else torch.int16).view(dtype)
+    values[0, 5] = values[1, 7] = raw[0]
+
     class Quantized(Model):
         def __init__(self) -> None:
             super().__init__()
-            self.packed = nn.Parameter(torch.empty(2, 32, dtype=torch.uint8), requires_grad=False)
+            self.packed = nn.Parameter(torch.empty(2, 32, dtype=dtype), requires_grad=False)
+            self.short = nn.Parameter(torch.empty(3, dtype=dtype), requires_grad=False)
+            self.table = torch.empty(32, dtype=dtype)
+            self.table.copy_(values[0])
+            self.unused = torch.empty(32, dtype=dtype)
 
     def write(model: Any) -> None:
         complete(model)
-        model.packed.data.copy_(torch.arange(127 - 31, 127 + 33, dtype=torch.uint8).view(2, 32))
+        model.packed.data.copy_(values)
+        model.short.data.copy_(raw.expand(3))
 
-    assert load(Quantized, write)[1] == ()
-    assert load(Quantized, lambda model: (complete(model), model.packed.data[0].zero_()))[1] == ("packed",)
+    def half(model: Any) -> None:
+        complete(model)
+        model.packed.data[0].copy_(values[0])
+
+    def bits(tensor: torch.Tensor) -> list[int]:
+        return tensor.view(torch.uint8 if dtype.itemsize == 1 else torch.int16).tolist()
+
+    model, names = load(Quantized, write)
+    assert names == ()
+    assert (bits(model.packed), bits(model.table)) == (bits(values), bits(values[0]))
+    assert bits(model.unused) == [0] * 32
+    model, names = load(Quantized, half)
+    assert names == ("packed",)
+    assert bits(model.packed) == [bits(values[0]), [0] * 32]
 
 
 def test_a_scale_of_block_fp8_that_sglang_left_unset() -> None:
