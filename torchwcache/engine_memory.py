@@ -21,12 +21,18 @@ Count = Literal["allocated", "reserved"]
 _ATTRIBUTE = "_torchwcache_load_nbytes"
 
 
-def allocator_nbytes(device: str) -> dict[Count, int]:
-    """What torch's allocator counts on a device now, without what is garbage or unused; empty where that is no CUDA device."""
+def allocator_nbytes(device: str, *, collect: bool = True) -> dict[Count, int]:
+    """What torch's allocator counts on a device now, in bytes, without blocks that are unused; empty where that is no CUDA device.
+
+    Args:
+        device: As torch names it.
+        collect: Do not count what is garbage either. Takes a tenth of a second in a large program.
+    """
     where = torch.device(device)
     if where.type != "cuda":
         return {}
-    gc.collect()
+    if collect:
+        gc.collect()
     with torch.cuda.device(where):
         torch.cuda.empty_cache()
     return {"allocated": torch.cuda.memory_allocated(where), "reserved": torch.cuda.memory_reserved(where)}

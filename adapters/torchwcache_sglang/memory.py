@@ -14,15 +14,16 @@ from torchwcache.engine_memory import growth_of
 __all__ = ["baseline_nbytes", "static_fraction"]
 
 
-def baseline_nbytes(attachment: Attachment, fraction: float | None) -> int:
+def baseline_nbytes(attachment: Attachment, own: int, fraction: float | None) -> int:
     """What to add to the baseline, in bytes; negative where SGLang took more for used than it would from disk.
 
     With the clean baseline ``P`` and ``f`` for ``mem_fraction_static``, a start from disk that takes ``R`` bytes of the device gets
-    a KV cache of ``P - R - P (1 - f)``. Here the segments have ``W`` bytes and private copies ``C``. After a hit the baseline was
-    ``P - W``, after a publish ``P``; either way ``P - W - C`` bytes are free now.
+    a KV cache of ``P - R - P (1 - f)``. Here the segments have ``W`` bytes, and this process's allocator took ``C`` for copies.
+    After a hit the baseline was ``P - W``, after a publish ``P``; either way ``P - W - C`` bytes are free now.
 
     Args:
         attachment: What the loader is going to return.
+        own: By how much the memory of torch's allocator has grown since before the load, in bytes.
         fraction: ``mem_fraction_static``; ``None`` where SGLang does not tell.
     """
     report = attachment.report
@@ -34,7 +35,7 @@ def baseline_nbytes(attachment: Attachment, fraction: float | None) -> int:
         return 0  # loaded without the cache
     segments = attachment.memory_nbytes
     before = segments if resident else 0
-    return round((taken - report.copied_nbytes - segments) / (1 - fraction)) + before
+    return round((taken - own - segments) / (1 - fraction)) + before
 
 
 def static_fraction() -> float | None:

@@ -13,9 +13,9 @@ import sys
 from typing import Any
 
 from torchwcache.attachment import Attachment
-from torchwcache.engine_memory import Count, growth_of
+from torchwcache.engine_memory import Count, allocator_nbytes, growth_of
 
-__all__ = ["charge_later", "correct_start_check", "external_nbytes", "not_counted_nbytes", "requested_beside"]
+__all__ = ["OwnMemory", "charge_later", "correct_start_check", "external_nbytes", "not_counted_nbytes", "requested_beside"]
 
 _MARK = "_torchwcache_external"
 _later: list[int] = []
@@ -64,28 +64,49 @@ def requested_beside(external: int, snapshot: Any, cache_config: Any) -> int:
     return int(requested)
 
 
-def external_nbytes(attachment: Attachment) -> int:
-    """What vLLM is to count for weights that are mapped, in bytes: what it would have counted had it loaded them."""
-    report = attachment.report
-    taken = growth_of(attachment.model, _counted_by_vllm())
-    return report.mapped_nbytes if taken is None else max(0, taken - report.copied_nbytes)
+class OwnMemory:
+    """What torch's allocator has taken in this process since this was made, in bytes, as vLLM counts it by itself.
+
+    Args:
+        device: As torch names it.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._before = allocator_nbytes(device, collect=False)
+
+    def nbytes(self) -> int:
+        """Until now."""
+        count = counted_by_vllm()
+        return allocator_nbytes(self._device, collect=False)[count] - self._before[count] if self._before else 0
 
 
-def not_counted_nbytes(attachment: Attachment) -> int:
+def external_nbytes(attachment: Attachment, own: int) -> int:
+    """What vLLM is to count for weights that are mapped: what it would have counted had it loaded them, in bytes.
+
+    Args:
+        attachment: To mapped weights.
+        own: What it counts by itself, of the copies that this attachment has; see :class:`OwnMemory`.
+    """
+    taken = growth_of(attachment.model, counted_by_vllm())
+    return attachment.report.mapped_nbytes if taken is None else max(0, taken - own)
+
+
+def not_counted_nbytes(attachment: Attachment, own: int) -> int:
     """What vLLM has not counted, when the loader has returned, of what it would have counted from disk; negative: too much.
 
     Of weights that are mapped it has counted nothing; of weights that were published just now, the segments that they are in now.
     """
     report = attachment.report
     if report.source != "disk":
-        return external_nbytes(attachment)
-    taken = growth_of(attachment.model, _counted_by_vllm())
+        return external_nbytes(attachment, own)
+    taken = growth_of(attachment.model, counted_by_vllm())
     if not report.published or taken is None:
         return 0
-    return taken - attachment.memory_nbytes - report.copied_nbytes
+    return taken - attachment.memory_nbytes - own
 
 
-def _counted_by_vllm() -> Count:
+def counted_by_vllm() -> Count:
     """Since 0.32 vLLM looks at what is free on the device; before, at what torch's allocator gave to tensors."""
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 

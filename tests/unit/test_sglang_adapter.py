@@ -358,10 +358,10 @@ def test_the_kv_cache_comes_out_as_from_disk(free: int, taken: int, more: int, c
     segments = max(1, taken + more)
     module = nn.Module()
     module.__dict__["_torchwcache_load_nbytes"] = {"allocated": 0, "reserved": taken}
-    report = types.SimpleNamespace(source=source, mapped_nbytes=segments - copied, copied_nbytes=copied)
+    report = types.SimpleNamespace(source=source, mapped_nbytes=segments - copied, copied_nbytes=1)
     attachment: Any = types.SimpleNamespace(model=module, report=report, memory_nbytes=segments)
     measured = free - segments if source == "cache" else free
-    baseline = measured + memory.baseline_nbytes(attachment, fraction)
+    baseline = measured + memory.baseline_nbytes(attachment, copied, fraction)
     kv = free - segments - copied - baseline * (1 - fraction)
     assert kv == pytest.approx(free - taken - free * (1 - fraction), abs=2)
 
@@ -369,12 +369,12 @@ def test_the_kv_cache_comes_out_as_from_disk(free: int, taken: int, more: int, c
 def test_what_nobody_measured_is_taken_to_be_what_is_mapped() -> None:
     report = types.SimpleNamespace(source="cache", mapped_nbytes=100, copied_nbytes=1)
     attachment: Any = types.SimpleNamespace(model=nn.Module(), report=report, memory_nbytes=128)
-    assert memory.baseline_nbytes(attachment, 0.5) == 100
+    assert memory.baseline_nbytes(attachment, 1, 0.5) == 100
     report.source = "disk"
-    assert memory.baseline_nbytes(attachment, 0.5) == 0
+    assert memory.baseline_nbytes(attachment, 1, 0.5) == 0
     attachment.memory_nbytes = 0
     attachment.model.__dict__["_torchwcache_load_nbytes"] = {"allocated": 0, "reserved": 100}
-    assert memory.baseline_nbytes(attachment, 0.5) == 0
+    assert memory.baseline_nbytes(attachment, 1, 0.5) == 0
 
 
 @pytest.fixture

@@ -302,32 +302,45 @@ def test_mapped_weights_that_vllm_does_not_know_of_are_taken_off_the_kv_cache(mo
     assert Worker().determine_available_memory() == 1000
 
 
-def served(source: str, *, published: bool, taken: int | None, mapped: int = 800, copied: int = 10, segments: int = 900) -> Any:
+def served(source: str, *, published: bool, taken: int | None, segments: int = 900) -> Any:
     """An attachment to a model whose load took so many bytes."""
     module = nn.Module()
     if taken is not None:
         module.__dict__["_torchwcache_load_nbytes"] = {"allocated": taken, "reserved": taken + 50}
-    report = SimpleNamespace(source=source, published=published, mapped_nbytes=mapped, copied_nbytes=copied)
+    report = SimpleNamespace(source=source, published=published, mapped_nbytes=800)
     return SimpleNamespace(report=report, model=module, memory_nbytes=segments if published or source != "disk" else 0)
 
 
-@pytest.mark.parametrize("asks", [False, True], ids=["before 0.32", "0.32"])
-def test_a_start_is_charged_what_the_load_took(asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[False, True], ids=["before 0.32", "0.32"])
+def asks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether vLLM asks for memory that lies outside."""
     module = ModuleType("vllm.model_executor.model_loader.base_loader")
-    loader = type("BaseModelLoader", (), {"get_external_weight_memory": None} if asks else {})
+    loader = type("BaseModelLoader", (), {"get_external_weight_memory": None} if request.param else {})
     module.BaseModelLoader = loader  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    return bool(request.param)
+
+
+def test_a_start_is_charged_what_the_load_took(asks: bool) -> None:
     taken = 1050 if asks else 1000  # since 0.32 by what is free on the device: all that the allocator has
     for source in ("cache", "waited"):
         hit = served(source, published=False, taken=1000)
-        assert memory.external_nbytes(hit) == memory.not_counted_nbytes(hit) == taken - 10
+        assert memory.external_nbytes(hit, 10) == memory.not_counted_nbytes(hit, 10) == taken - 10
     # Of a first start vLLM has counted the segments already, and the copies.
-    assert memory.not_counted_nbytes(served("disk", published=True, taken=1000)) == taken - 900 - 10
-    assert memory.not_counted_nbytes(served("disk", published=True, taken=1000, segments=1200)) == taken - 1200 - 10
-    assert memory.not_counted_nbytes(served("disk", published=False, taken=1000)) == 0
+    assert memory.not_counted_nbytes(served("disk", published=True, taken=1000), 10) == taken - 900 - 10
+    assert memory.not_counted_nbytes(served("disk", published=True, taken=1000, segments=1200), 10) == taken - 1200 - 10
+    assert memory.not_counted_nbytes(served("disk", published=False, taken=1000), 10) == 0
     unmeasured = served("cache", published=False, taken=None)
-    assert memory.external_nbytes(unmeasured) == memory.not_counted_nbytes(unmeasured) == 800
-    assert memory.not_counted_nbytes(served("disk", published=True, taken=None)) == 0
+    assert memory.external_nbytes(unmeasured, 10) == memory.not_counted_nbytes(unmeasured, 10) == 800
+    assert memory.not_counted_nbytes(served("disk", published=True, taken=None), 10) == 0
+
+
+def test_what_this_process_takes_is_counted_as_vllm_counts(asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter([{"allocated": 5, "reserved": 20}, {"allocated": 7, "reserved": 60}])
+    monkeypatch.setattr(memory, "allocator_nbytes", lambda device, collect: next(counts))
+    assert memory.OwnMemory("cuda:0").nbytes() == (40 if asks else 2)
+    monkeypatch.setattr(memory, "allocator_nbytes", lambda device, collect: {})
+    assert memory.OwnMemory("cpu").nbytes() == 0
 
 
 class Kernel:
