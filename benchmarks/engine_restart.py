@@ -362,8 +362,11 @@ def visible_gpus() -> list[str]:
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return [gpu for gpu in given.split(",") if gpu]
-    said = subprocess.run(["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"], capture_output=True, text=True, timeout=30)
-    return said.stdout.split() if said.returncode == 0 else []
+    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30.0, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError):
+        return []
 
 
 TABLES = [
@@ -392,12 +395,15 @@ TABLES = [
 TEXT = """\
 The real engine, in fresh processes on one GPU (two ranks: on two), each start with an interpreter of its own. Checkpoints are Qwen3
 with random weights, in the page cache; greedy tokens of three prompts are compared with those of the start from disk. *Large* is a
-checkpoint of zeros most of the GPU's memory in size, and shows how memory is counted, not tokens."""
+checkpoint of zeros most of the GPU's memory in size, and shows how memory is counted, not tokens. **The start from disk is the
+first one on its machine**: it compiles kernels and reads the engine's packages from disk, which later starts do not. What the cache
+saves is in the column *Weights*. Parts ran side by side, each on GPUs of its own."""
 
 
 def sections(result: dict[str, Any]) -> str:
     title = {"vllm": "Starts of vLLM", "sglang": "Starts of SGLang"}[result["options"]["engine"]]
-    return _report.section(result, title=title, text=TEXT, tables=TABLES)
+    by_part = sorted(result["rows"], key=lambda row: row.get("part", ""))  # they were running side by side
+    return _report.section({**result, "rows": by_part}, title=title, text=TEXT, tables=TABLES)
 
 
 def write_docs(result: dict[str, Any], page: Path = _report.PAGE) -> None:
