@@ -92,7 +92,7 @@ $(SGLANG_VENV)/.installed: $(PY) pyproject.toml tests/sglang/requirements.txt te
 
 # On a machine with an NVIDIA GPU: nothing is skipped there.
 test-gpu: install
-	TORCHWCACHE_REQUIRE_CUDA=1 $(PY) -m pytest -q -n $(GPU_JOBS) -m gpu tests/gpu $(PYTEST)
+	TORCHWCACHE_REQUIRE_CUDA=1 $(PY) -m pytest -q -n $(GPU_JOBS) --maxschedchunk 1 -m gpu tests/gpu $(PYTEST)
 
 # Writes docs/architectures.md anew from what comes out.
 architectures: install

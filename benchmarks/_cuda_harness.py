@@ -48,6 +48,7 @@ class Worker:
             )
         self._said = b""
         self._steps = 0
+        self._ready: dict[str, Any] | None = None
 
     def step(self) -> dict[str, Any]:
         """Let it take its next step, and wait for what comes out. It takes its first step by itself."""
@@ -60,6 +61,12 @@ class Worker:
         self._steps += 1
         found: dict[str, Any] = json.loads(self._line())
         return found
+
+    def ready(self) -> dict[str, Any]:
+        """What its first step says, waited for once."""
+        if self._ready is None:
+            self._ready = self.step()
+        return self._ready
 
     def _line(self) -> bytes:
         assert self.process.stdout is not None
@@ -168,7 +175,7 @@ class Harness:
             if early:
                 prepare()
             for worker in workers:
-                self.note_gpu(worker.step())
+                self.note_gpu(worker.ready())
             found = []
             for worker in workers:
                 found.append(worker.step())
@@ -286,10 +293,15 @@ def run(
     measure: Callable[[Harness], None],
     tables: Sequence[_report.Table],
     write_docs: Callable[[dict[str, Any]], None],
+    suffix: str = "",
     **options: Any,
 ) -> None:
-    """Everything that a benchmark's ``main`` does but measuring. Exits with 1 when a part failed."""
-    default = _report.RESULTS / f"{name}.json"
+    """Everything that a benchmark's ``main`` does but measuring. Exits with 1 when a part failed.
+
+    Args:
+        suffix: Of the name of the result, where a benchmark has several.
+    """
+    default = _report.RESULTS / f"{name}{suffix}.json"
     if args.docs_only:
         write_docs(json.loads((args.out or default).read_text()))
         return

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -117,7 +118,9 @@ def versions() -> dict[str, str]:
 
 def write(path: Path, result: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    unfinished = path.with_name(f"{path.name}.{threading.get_ident()}")  # parts of a benchmark may end at the same time
+    unfinished.write_text(json.dumps(result, indent=1) + "\n")
+    unfinished.replace(path)
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------------
@@ -197,7 +200,8 @@ def _priority(machine: Mapping[str, Any]) -> str:
 
 
 def command(result: Mapping[str, Any]) -> str:
-    return f"python benchmarks/{result['benchmark']}.py" + ("" if result["complete"] else " --quick")
+    parts = ["python", f"benchmarks/{result['benchmark']}.py", result.get("options", {}).get("engine")]
+    return " ".join([*filter(None, parts), *([] if result["complete"] else ["--quick"])])
 
 
 def replace_section(page: str, name: str, text: str) -> str:

@@ -144,6 +144,11 @@ class Attachment:
         return self._report
 
     @property
+    def memory_nbytes(self) -> int:
+        """Bytes of shared memory that the published weights lie in, there once however many map them; 0 where nothing is shared."""
+        return 0 if self._manifest is None else sum(self._manifest.segments)
+
+    @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called."""
         return self._model is None

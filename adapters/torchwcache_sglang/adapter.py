@@ -20,6 +20,7 @@ from torch import nn
 
 from torchwcache.adapter import CaptureRules, Description, LoadContext, LoadResult
 from torchwcache.config import ModelConfig, Parallelism, Role
+from torchwcache.engine_memory import allocator_nbytes, note_growth
 from torchwcache.errors import BuildError, CheckpointError, WeightCacheError
 from torchwcache.identity.checkpoint import CheckpointFiles
 from torchwcache.identity.code import tree_code_fields
@@ -241,9 +242,10 @@ class SGLangAdapter:
         """SGLang's own loader, with all that it does after loading."""
         from sglang.srt.model_loader import loader as sglang_loader
 
-        registries = Registries()
+        registries, before = Registries(), allocator_nbytes(cfg.device)
         with registries.apart(), watched(sglang_loader) if self.watching else nullcontext() as watch:
             module = self.inner.load_model(model_config=self.model_config, device_config=self.device_config)
+        note_growth(module, before, cfg.device)
         self._left = registries
         unwritten = () if watch is None else watch.names
         if unwritten and getattr(self.model_config, "is_draft_model", False):

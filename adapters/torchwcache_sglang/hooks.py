@@ -110,9 +110,9 @@ def _self_check(runner: Any) -> None:
 
 
 def _account(runner: Any) -> None:
-    """Releases before 0.5.19 do not ask what lay in memory before they measured it: the KV cache would come out smaller."""
-    loader = getattr(runner, "loader", None)
-    nbytes = getattr(loader, "preloaded_weights_bytes", 0)
-    known = hasattr(type(runner), "account_preloaded_weights")
-    if nbytes and not known and hasattr(runner, "pre_model_load_memory"):
+    """Releases before 0.5.19 do not ask the loader what to add to the baseline, and later ones add nothing that is negative."""
+    nbytes = getattr(getattr(runner, "loader", None), "baseline_nbytes", 0)
+    if hasattr(type(runner), "account_preloaded_weights"):
+        nbytes = min(0, nbytes)
+    if nbytes and hasattr(runner, "pre_model_load_memory"):
         runner.pre_model_load_memory += nbytes / (1 << 30)

@@ -12,6 +12,7 @@ from torchwcache.attachment import Attachment
 from torchwcache.engine import EngineOptions, OneRank, ProcessGroupRanks, RankGroup, RankStart
 from torchwcache_sglang import leases
 from torchwcache_sglang.adapter import SGLangAdapter, model_config_for
+from torchwcache_sglang.memory import baseline_nbytes, static_fraction
 
 __all__ = ["CacheLoader"]
 
@@ -29,7 +30,9 @@ class CacheLoader(BaseModelLoader):  # type: ignore[misc]
     """
 
     preloaded_weights_bytes = 0
-    """Bytes that lay in memory before SGLang took its baseline: what a hit maps, and nothing else."""
+    """What SGLang adds to its baseline, in bytes, since 0.5.19."""
+    baseline_nbytes = 0
+    """What is to be added to it; may be negative. See ``torchwcache_sglang.memory``."""
 
     def __init__(self, inner: Any, options: EngineOptions) -> None:
         super().__init__(inner.load_config)
@@ -53,8 +56,11 @@ class CacheLoader(BaseModelLoader):  # type: ignore[misc]
         report = attachment.report
         shared = report.source != "disk" or report.published
         leases.remember(shared="shared" in group.exchange("shared" if shared else "private", "what is shared"))
-        if report.source == "cache":
-            self.preloaded_weights_bytes = report.mapped_nbytes
+        if cfg.device != "cpu":
+            self.baseline_nbytes = baseline_nbytes(attachment, static_fraction())
+        elif report.source == "cache":
+            self.baseline_nbytes = report.mapped_nbytes
+        self.preloaded_weights_bytes = max(0, self.baseline_nbytes)
         return attachment.model
 
 

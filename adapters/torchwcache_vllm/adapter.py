@@ -14,6 +14,7 @@ from torch import nn
 
 from torchwcache.adapter import CaptureRules, Description, LoadContext, LoadResult
 from torchwcache.config import ModelConfig
+from torchwcache.engine_memory import allocator_nbytes, note_growth
 from torchwcache.errors import BuildError, CheckpointNotFoundError, RebindError
 from torchwcache.identity.checkpoint import CheckpointFiles
 from torchwcache.identity.code import tree_code_fields
@@ -76,7 +77,7 @@ class VLLMAdapter:
     """
 
     name = "vllm"
-    version = "1"
+    version = "2"
 
     def __init__(self, vllm_config: Any, model_config: Any, load_config: Any, *, prefix: str = "", stage: Stage) -> None:
         self.vllm_config, self.model_config, self.load_config = vllm_config, model_config, load_config
@@ -214,7 +215,9 @@ class VLLMAdapter:
     def _load(self, cfg: ModelConfig, loader: Any) -> nn.Module:
         module: nn.Module
         if self.stage == "finished":
+            before = allocator_nbytes(cfg.device)
             module = loader.load_model(vllm_config=self.vllm_config, model_config=self.model_config, prefix=self.prefix)
+            note_growth(module, before, cfg.device)
             module.__dict__[_STAMP] = _kernels(module)
             self._processed.add(id(module))
             return module

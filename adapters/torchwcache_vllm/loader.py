@@ -22,7 +22,7 @@ from torchwcache.engine import EngineOptions, RankStart
 from torchwcache.errors import RefusedError
 from torchwcache_vllm.adapter import Stage, VLLMAdapter
 from torchwcache_vllm.guards import guard, refusal_of, refuse_write
-from torchwcache_vllm.memory import charge_later
+from torchwcache_vllm.memory import charge_later, external_nbytes, not_counted_nbytes
 from torchwcache_vllm.ranks import parallelism, ranks_of
 from torchwcache_vllm.versions import OLDEST, parse, seam_problems, version_note
 
@@ -86,7 +86,8 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
         if not start.decide():
             start.adapter.put_off = False  # type: ignore[attr-defined]
             return 0
-        return start.report.mapped_nbytes
+        assert start.attachment is not None
+        return external_nbytes(start.attachment)
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
         """Attach or load; all ranks do the same."""
@@ -101,8 +102,8 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
             # Memory has been charged for a hit by now: what fails here stops the start, instead of loading beside what is mapped.
             start.adapter.process(start.cfg, attachment.model)  # type: ignore[attr-defined]
         guard(attachment)
-        if attachment.report.source != "disk" and not start.adapter.put_off and start.cfg.device != "cpu":  # type: ignore[attr-defined]
-            charge_later(attachment.report.mapped_nbytes)
+        if start.cfg.device != "cpu" and not start.adapter.put_off:  # type: ignore[attr-defined]
+            charge_later(not_counted_nbytes(attachment))
         return attachment.model.eval()
 
     def _start(self, vllm_config: Any, model_config: Any, prefix: str) -> RankStart | None:

@@ -12,7 +12,10 @@ import math
 import sys
 from typing import Any
 
-__all__ = ["charge_later", "correct_start_check", "requested_beside"]
+from torchwcache.attachment import Attachment
+from torchwcache.engine_memory import Count, growth_of
+
+__all__ = ["charge_later", "correct_start_check", "external_nbytes", "not_counted_nbytes", "requested_beside"]
 
 _MARK = "_torchwcache_external"
 _later: list[int] = []
@@ -61,6 +64,34 @@ def requested_beside(external: int, snapshot: Any, cache_config: Any) -> int:
     return int(requested)
 
 
+def external_nbytes(attachment: Attachment) -> int:
+    """What vLLM is to count for weights that are mapped, in bytes: what it would have counted had it loaded them."""
+    report = attachment.report
+    taken = growth_of(attachment.model, _counted_by_vllm())
+    return report.mapped_nbytes if taken is None else max(0, taken - report.copied_nbytes)
+
+
+def not_counted_nbytes(attachment: Attachment) -> int:
+    """What vLLM has not counted, when the loader has returned, of what it would have counted from disk; negative: too much.
+
+    Of weights that are mapped it has counted nothing; of weights that were published just now, the segments that they are in now.
+    """
+    report = attachment.report
+    if report.source != "disk":
+        return external_nbytes(attachment)
+    taken = growth_of(attachment.model, _counted_by_vllm())
+    if not report.published or taken is None:
+        return 0
+    return taken - attachment.memory_nbytes - report.copied_nbytes
+
+
+def _counted_by_vllm() -> Count:
+    """Since 0.32 vLLM looks at what is free on the device; before, at what torch's allocator gave to tensors."""
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    return "reserved" if hasattr(BaseModelLoader, "get_external_weight_memory") else "allocated"
+
+
 def _external_nbytes() -> int:
     from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.model_loader import get_model_loader
@@ -75,7 +106,7 @@ def _external_nbytes() -> int:
 
 
 def charge_later(nbytes: int) -> None:
-    """Take mapped weights that vLLM was not told of when it counted off what it finds free for the KV cache: a draft model's."""
+    """Take what vLLM has not counted off what it finds free for the KV cache, or add what it counted too much, in bytes."""
     worker: Any = getattr(sys.modules.get("vllm.v1.worker.gpu_worker"), "Worker", None)
     if worker is None:
         return

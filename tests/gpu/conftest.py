@@ -22,6 +22,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
         return (yield)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that run alone come last: in between, all others would have to end first each time."""
+    items.sort(key=lambda item: "alone" in getattr(item, "fixturenames", ()))
+
+
 @pytest.fixture
 def alone() -> None:
     """No other test uses the GPU meanwhile; see :func:`pytest_runtest_protocol`."""

@@ -49,6 +49,14 @@ class Fused(Wide):
         self.corner = self.layers[0].weight.detach()[:3, :3]  # type: ignore[index]
 
 
+class Odd(nn.Module):
+    """Matrices of ``rows`` KiB each."""
+
+    def __init__(self, rows: int, layers: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(rows, 256)) for _ in range(layers))
+
+
 def save(cls: type[nn.Module], path: Path, *, seed: int = 0, **kwargs: Any) -> str:
     """Write a checkpoint of random values for every dtype; of tied names the first."""
     with torch.random.fork_rng(devices=[]):

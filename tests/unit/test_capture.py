@@ -215,6 +215,62 @@ def test_parameter_subclasses_and_their_attributes() -> None:
     assert torch.equal(attached.weight.layout_info["scale"], torch.ones(3))
 
 
+class LoadedThrough(nn.Parameter):
+    """As vLLM's parameters: the loader is a property, and asking for it may fail."""
+
+    @property
+    def loader(self) -> Any:
+        return self._loader
+
+    @property
+    def broken(self) -> Any:
+        raise ValueError("deleted")
+
+
+class WithLoader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = LoadedThrough(torch.zeros(2, 2))
+        self.weight._loader = self.load
+
+    def load(self) -> str:
+        return "loaded"
+
+    def other(self) -> str:
+        return "other"
+
+
+def finished(attribute: str, value: Callable[[nn.Module], Any]) -> nn.Module:
+    """What a load leaves that replaces its parameters by plain ones."""
+    loaded = WithLoader().eval()
+    loaded.weight = nn.Parameter(torch.ones(2, 2))
+    setattr(loaded.weight, attribute, value(loaded))
+    return loaded
+
+
+def test_a_bound_method_that_was_a_property_of_what_the_load_replaced() -> None:
+    attached = roundtrip(finished("loader", lambda loaded: loaded.load), WithLoader)
+    assert type(attached.weight) is nn.Parameter
+    assert torch.equal(attached.weight, torch.ones(2, 2))
+    assert attached.weight.__dict__["loader"].__self__ is attached
+    assert attached.weight.loader() == "loaded"
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [
+        ("loader", lambda loaded: loaded.other),
+        ("loader", lambda loaded: WithLoader().load),
+        ("broken", lambda loaded: loaded.load),
+        ("nowhere", lambda loaded: loaded.load),
+    ],
+    ids=["another method", "of another module", "a property that fails", "no property"],
+)
+def test_a_bound_method_that_the_build_does_not_have_there_is_refused(attribute: str, value: Callable[[nn.Module], Any]) -> None:
+    with pytest.raises(CaptureError, match=f"weight.{attribute}"):
+        roundtrip(finished(attribute, value), WithLoader)
+
+
 @pytest.mark.parametrize("keep", [False, True])
 def test_requires_grad_is_recorded(keep: bool) -> None:
     class Net(nn.Module):

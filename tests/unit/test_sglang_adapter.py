@@ -12,10 +12,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 
 from torchwcache.config import Mode, Policy
 from torchwcache.errors import ConfigError, PluginError, RefusedError
-from torchwcache_sglang import guards, hooks, leases, plugin, seams
+from torchwcache_sglang import guards, hooks, leases, memory, plugin, seams
 from torchwcache_sglang.canonical import plain
 from torchwcache_sglang.context import environment_names, option_names
 from torchwcache_sglang.options import COUNTING, NEUTRAL
@@ -317,7 +320,7 @@ def test_one_that_was_refused_or_not_asked_for_is_not(caplog: pytest.LogCaptureF
 
 
 def test_what_lay_in_memory_before_is_accounted_for_where_sglang_does_not_ask() -> None:
-    loader = types.SimpleNamespace(preloaded_weights_bytes=3 << 30)
+    loader = types.SimpleNamespace(baseline_nbytes=3 << 30)
     runner = Runner(loader)
     hooks.around_load_model(Runner.load_model, runner)
     assert runner.pre_model_load_memory == 13.0
@@ -329,6 +332,37 @@ def test_what_lay_in_memory_before_is_accounted_for_where_sglang_does_not_ask() 
     asking = Asking(loader)
     hooks.around_load_model(Runner.load_model, asking)
     assert asking.pre_model_load_memory == 10.0
+    loader.baseline_nbytes = -(1 << 30)  # what it asks for is never negative
+    hooks.around_load_model(Runner.load_model, asking)
+    assert asking.pre_model_load_memory == 9.0
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    free=st.integers(1 << 36, 1 << 37), taken=st.integers(1, 1 << 36), more=st.integers(-(1 << 26), 1 << 26),
+    copied=st.integers(0, 1 << 24), fraction=st.floats(0.05, 0.98), source=st.sampled_from(["cache", "waited", "disk"]),
+)  # fmt: skip
+def test_the_kv_cache_comes_out_as_from_disk(free: int, taken: int, more: int, copied: int, fraction: float, source: str) -> None:
+    segments = max(1, taken + more)
+    module = nn.Module()
+    module.__dict__["_torchwcache_load_nbytes"] = {"allocated": 0, "reserved": taken}
+    report = types.SimpleNamespace(source=source, mapped_nbytes=segments - copied, copied_nbytes=copied)
+    attachment: Any = types.SimpleNamespace(model=module, report=report, memory_nbytes=segments)
+    measured = free - segments if source == "cache" else free
+    baseline = measured + memory.baseline_nbytes(attachment, fraction)
+    kv = free - segments - copied - baseline * (1 - fraction)
+    assert kv == pytest.approx(free - taken - free * (1 - fraction), abs=2)
+
+
+def test_what_nobody_measured_is_taken_to_be_what_is_mapped() -> None:
+    report = types.SimpleNamespace(source="cache", mapped_nbytes=100, copied_nbytes=1)
+    attachment: Any = types.SimpleNamespace(model=nn.Module(), report=report, memory_nbytes=128)
+    assert memory.baseline_nbytes(attachment, 0.5) == 100
+    report.source = "disk"
+    assert memory.baseline_nbytes(attachment, 0.5) == 0
+    attachment.memory_nbytes = 0
+    attachment.model.__dict__["_torchwcache_load_nbytes"] = {"allocated": 0, "reserved": 100}
+    assert memory.baseline_nbytes(attachment, 0.5) == 0
 
 
 @pytest.fixture

@@ -302,6 +302,34 @@ def test_mapped_weights_that_vllm_does_not_know_of_are_taken_off_the_kv_cache(mo
     assert Worker().determine_available_memory() == 1000
 
 
+def served(source: str, *, published: bool, taken: int | None, mapped: int = 800, copied: int = 10, segments: int = 900) -> Any:
+    """An attachment to a model whose load took so many bytes."""
+    module = nn.Module()
+    if taken is not None:
+        module.__dict__["_torchwcache_load_nbytes"] = {"allocated": taken, "reserved": taken + 50}
+    report = SimpleNamespace(source=source, published=published, mapped_nbytes=mapped, copied_nbytes=copied)
+    return SimpleNamespace(report=report, model=module, memory_nbytes=segments if published or source != "disk" else 0)
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["before 0.32", "0.32"])
+def test_a_start_is_charged_what_the_load_took(asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("vllm.model_executor.model_loader.base_loader")
+    loader = type("BaseModelLoader", (), {"get_external_weight_memory": None} if asks else {})
+    module.BaseModelLoader = loader  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    taken = 1050 if asks else 1000  # since 0.32 by what is free on the device: all that the allocator has
+    for source in ("cache", "waited"):
+        hit = served(source, published=False, taken=1000)
+        assert memory.external_nbytes(hit) == memory.not_counted_nbytes(hit) == taken - 10
+    # Of a first start vLLM has counted the segments already, and the copies.
+    assert memory.not_counted_nbytes(served("disk", published=True, taken=1000)) == taken - 900 - 10
+    assert memory.not_counted_nbytes(served("disk", published=True, taken=1000, segments=1200)) == taken - 1200 - 10
+    assert memory.not_counted_nbytes(served("disk", published=False, taken=1000)) == 0
+    unmeasured = served("cache", published=False, taken=None)
+    assert memory.external_nbytes(unmeasured) == memory.not_counted_nbytes(unmeasured) == 800
+    assert memory.not_counted_nbytes(served("disk", published=True, taken=None)) == 0
+
+
 class Kernel:
     pass
 

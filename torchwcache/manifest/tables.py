@@ -104,8 +104,8 @@ class TensorKind(Spec, frozen=True):
 
     ``stride`` counts elements. ``cls`` is ``""`` for ``torch.Tensor``, ``"Parameter"`` for ``torch.nn.Parameter``, else
     ``"module:qualname"``. ``flags`` may hold ``conj`` and ``neg``. ``attributes`` are the entries of the tensor's ``__dict__`` that
-    are carried by value; those in ``inherited`` are taken over from the tensor that the build put in the same place (bound
-    ``weight_loader`` methods and the like).
+    are carried by value; those in ``inherited`` are taken over from the tensor that the build put in the same place, attributes or
+    properties there (bound ``weight_loader`` methods and the like).
     """
 
     dtype: str

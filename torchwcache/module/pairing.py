@@ -37,7 +37,7 @@ from torchwcache.encoding import (
 )
 from torchwcache.errors import EncodingError
 from torchwcache.manifest import Edit, ObjectSpec, Step
-from torchwcache.module.attributes import attribute_names, encode_attribute
+from torchwcache.module.attributes import MISSING, attribute_names, built_attribute, encode_attribute
 from torchwcache.module.graph import ATOMIC_TYPES, HOOK_DICTS, MODULE_TABLES, children, is_leaf, type_name
 from torchwcache.module.opaque import OpaqueComparison, same_opaque, same_type
 from torchwcache.module.tensors import TensorTable
@@ -463,9 +463,9 @@ class Pairing:
                 try:
                     values.append((name, self._encoder.value(value, path)))
                 except EncodingError as error:
-                    theirs = built.__dict__ if built is not None else {}
+                    theirs = MISSING if built is None else built_attribute(built, name)
                     before = len(self._pending)
-                    if name in theirs and self.pair(value, theirs[name], node, "tensor_attribute", name, path):  # type: ignore[arg-type]
+                    if theirs is not MISSING and self.pair(value, theirs, node, "tensor_attribute", name, path):  # type: ignore[arg-type]
                         inherited.append(name)
                         for pending in self._pending[before:]:
                             self._encode_edit(pending)

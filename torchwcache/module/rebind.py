@@ -35,6 +35,7 @@ from torchwcache.encoding import (
 from torchwcache.errors import EncodingError, RebindError
 from torchwcache.manifest import ClassEdit, Edit, Manifest
 from torchwcache.memory.base import MappedSegment
+from torchwcache.module.attributes import MISSING, built_attribute
 from torchwcache.module.classes import encode_class_value, tree_classes
 from torchwcache.module.graph import ATOMIC_TYPES, assign, child, remove, type_name
 from torchwcache.module.making import make_tensors
@@ -43,8 +44,6 @@ from torchwcache.module.same_build import AttributeCheck, Problem, check_tree, p
 from torchwcache.module.tree import Group, Tree
 
 __all__ = ["RebindReport", "rebind"]
-
-_MISSING = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,12 +186,12 @@ class _Rebinding:
         self.objects = list(self.tree.modules)
         for number, spec in enumerate(self.manifest.objects):
             parent = self.objects[spec.parent]
-            found: Any = _MISSING
+            found: Any = MISSING
             try:
                 found = child(parent, spec.step.kind, decode(spec.step.key))
             except (LookupError, EncodingError) as error:
                 self.problems.append((self._object_path(number), f"is not built here: {error}"))
-            if found is not _MISSING and type_name(type(found)) != spec.type:
+            if found is not MISSING and type_name(type(found)) != spec.type:
                 self.problems.append((self._object_path(number), f"is a {type_name(type(found))} here, a {spec.type} in the entry"))
             self.objects.append(found)
 
@@ -263,8 +262,9 @@ class _Rebinding:
                 continue
             kind, state = kinds[number], self.tensors[index].__dict__
             for name in kind.inherited:
-                if name in (theirs := built[index].__dict__ if index in built else {}):
-                    state[name] = theirs[name]
+                theirs = built_attribute(built[index], name) if index in built else MISSING
+                if theirs is not MISSING:
+                    state[name] = theirs
                 else:
                     self.problems.append((f"tensor {index}.{name}", "the build makes no tensor to take this attribute over from"))
             for name, value in kind.attributes:

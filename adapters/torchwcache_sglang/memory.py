@@ -1,0 +1,49 @@
+"""Memory accounting (design D18): the KV cache comes out as on a start from disk with the same flags.
+
+SGLang measures what is free before the load (the *baseline*) and after it, and leaves the fraction ``1 - mem_fraction_static`` of
+the baseline free. Weights that lay there before the baseline make it smaller; weights that were published after it are as large as
+their segments, not as the allocator's blocks that they were loaded into. Either way there is an amount which, added to the
+baseline, gives the KV cache of a start from disk.
+"""
+
+from __future__ import annotations
+
+from torchwcache.attachment import Attachment
+from torchwcache.engine_memory import growth_of
+
+__all__ = ["baseline_nbytes", "static_fraction"]
+
+
+def baseline_nbytes(attachment: Attachment, fraction: float | None) -> int:
+    """What to add to the baseline, in bytes; negative where SGLang took more for used than it would from disk.
+
+    With the clean baseline ``P`` and ``f`` for ``mem_fraction_static``, a start from disk that takes ``R`` bytes of the device gets
+    a KV cache of ``P - R - P (1 - f)``. Here the segments have ``W`` bytes and private copies ``C``. After a hit the baseline was
+    ``P - W``, after a publish ``P``; either way ``P - W - C`` bytes are free now.
+
+    Args:
+        attachment: What the loader is going to return.
+        fraction: ``mem_fraction_static``; ``None`` where SGLang does not tell.
+    """
+    report = attachment.report
+    resident = report.source == "cache"
+    taken = growth_of(attachment.model, "reserved")
+    if taken is None or fraction is None or not 0 < fraction < 1:
+        return report.mapped_nbytes if resident else 0
+    if not attachment.memory_nbytes:
+        return 0  # loaded without the cache
+    segments = attachment.memory_nbytes
+    before = segments if resident else 0
+    return round((taken - report.copied_nbytes - segments) / (1 - fraction)) + before
+
+
+def static_fraction() -> float | None:
+    """``mem_fraction_static`` as SGLang resolved it."""
+    from sglang.srt import runtime_context
+
+    for name in ("get_schedule", "get_server_args"):
+        found = getattr(runtime_context, name, lambda: None)()
+        value = getattr(found, "mem_fraction_static", None)
+        if isinstance(value, float):
+            return value
+    return None

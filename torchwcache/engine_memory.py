@@ -1,0 +1,45 @@
+"""What a load takes of a GPU by the count of torch's allocator, for engines that size their KV cache by it (design D18).
+
+A start that maps weights allocates nothing for them. To be charged what a start from disk would be, it must know what the load
+took: not the bytes of the weights, but those of the allocator's blocks, which are rounded up (to 2 MiB from 10 MiB on). The process
+that loads measures it, and it travels with the module.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Literal
+
+import torch
+from torch import nn
+
+__all__ = ["Count", "allocator_nbytes", "growth_of", "note_growth"]
+
+Count = Literal["allocated", "reserved"]
+"""Bytes of blocks that tensors lie in, or of all memory that the allocator took from the device."""
+
+_ATTRIBUTE = "_torchwcache_load_nbytes"
+
+
+def allocator_nbytes(device: str) -> dict[Count, int]:
+    """What torch's allocator counts on a device now, without what is garbage or unused; empty where that is no CUDA device."""
+    where = torch.device(device)
+    if where.type != "cuda":
+        return {}
+    gc.collect()
+    with torch.cuda.device(where):
+        torch.cuda.empty_cache()
+    return {"allocated": torch.cuda.memory_allocated(where), "reserved": torch.cuda.memory_reserved(where)}
+
+
+def note_growth(module: nn.Module, before: dict[Count, int], device: str) -> None:
+    """Keep in a module that was loaded just now by how much the counts grew since ``before``, in bytes."""
+    if before:
+        after = allocator_nbytes(device)
+        module.__dict__[_ATTRIBUTE] = {name: after[name] - nbytes for name, nbytes in before.items()}
+
+
+def growth_of(module: nn.Module, count: Count) -> int | None:
+    """What loading this module took where it was loaded, in bytes; ``None`` where nobody measured it."""
+    found = module.__dict__.get(_ATTRIBUTE)
+    return None if found is None else int(found[count])
