@@ -26,7 +26,7 @@ __all__ = ["UNSEEN", "Watch", "given_by_target", "watched"]
 UNSEEN = "all of them, for all that is known: the load did not go where it was watched"
 """What is reported instead of names when a load was not seen."""
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PATTERNS = {1: 0x7F, 2: 0x7FEA, 4: 0x7FEA5EED, 8: 0x7FFA5EED5EED5EED}
 """By size of an element: quiet NaNs in every floating dtype of that size, with a payload that no computation makes."""
 
@@ -247,7 +247,11 @@ def _mask(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def _is_unwritten(tensor: torch.Tensor) -> bool:
-    return tensor.numel() > 0 and any(bool(_mask(tensor, part).any()) for part in _parts(tensor))
+    # Of all that is not a NaN, nothing is larger than the pattern, taken as integers: what is fine is known without a mask, whose
+    # memory the engine would see in what the load took of the device.
+    if tensor.numel() == 0 or int(_bits(tensor).max()) < _PATTERNS[tensor.element_size()]:
+        return False
+    return any(bool(_mask(tensor, part).any()) for part in _parts(tensor))
 
 
 def _replace(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
