@@ -18,6 +18,7 @@ from torchwcache.engine_memory import allocator_nbytes, note_growth
 from torchwcache.errors import BuildError, CheckpointNotFoundError, RebindError
 from torchwcache.identity.checkpoint import CheckpointFiles
 from torchwcache.identity.code import tree_code_fields
+from torchwcache.module.construct import parameters_on_meta
 from torchwcache.module.graph import children, is_leaf, type_name
 from torchwcache_vllm.identity import config_fields, variables
 from torchwcache_vllm.registries import Registered, Registries
@@ -106,21 +107,28 @@ class VLLMAdapter:
     def build(self, cfg: ModelConfig) -> tuple[nn.Module, str]:
         """Build on meta as vLLM's own loader builds, leaving the engine's registries as they were.
 
+        Where a model computes with tensors of its own (the placement of experts), only its parameters are on meta.
+
         Raises:
-            BuildError: The model class cannot be built there.
+            BuildError: The model class cannot be built without its weights.
         """
+        try:
+            return self._built(torch.device("meta")), "meta"
+        except Exception as first:  # whatever the model's own code raises when a value is not there
+            try:
+                with parameters_on_meta():
+                    return self._built(torch.device(cfg.device)), "parameters-meta"
+            except Exception:
+                raise BuildError(f"vLLM's model of {cfg.checkpoint} cannot be built without its weights: {first}") from first
+
+    def _built(self, device: torch.device) -> nn.Module:
         from vllm.model_executor.model_loader.utils import initialize_model
 
-        with self._engine_context(), self._registries.aside() as registered:
-            try:
-                with torch.random.fork_rng(devices=[]), torch.device("meta"):
-                    module: nn.Module = initialize_model(
-                        vllm_config=self.vllm_config, model_config=self.model_config, prefix=self.prefix
-                    )
-            except Exception as error:  # whatever the model's own code raises when a value is not there
-                raise BuildError(f"vLLM's model of {cfg.checkpoint} cannot be built on the meta device: {error}") from error
+        drawing = [device] if device.type == "cuda" else []
+        with self._engine_context(), self._registries.aside() as registered, torch.random.fork_rng(devices=drawing), device:
+            module: nn.Module = initialize_model(vllm_config=self.vllm_config, model_config=self.model_config, prefix=self.prefix)
         self._registered[id(module)] = registered
-        return module.eval(), "meta"
+        return module.eval()
 
     @contextmanager
     def scratch_build(self, cfg: ModelConfig) -> Iterator[tuple[nn.Module, str]]:

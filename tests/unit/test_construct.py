@@ -75,6 +75,23 @@ def test_parameters_on_meta_keeps_ties_and_real_buffers() -> None:
     assert nn.Module.register_parameter.__qualname__ == "Module.register_parameter"  # the patch is gone
 
 
+def test_attributes_that_a_parameter_gets_after_it_was_registered() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            weight = nn.Parameter(torch.empty(2))
+            weight.early = 1  # type: ignore[attr-defined]
+            self.register_parameter("weight", weight)
+            weight.loader = self.load  # type: ignore[attr-defined]
+
+        def load(self) -> None: ...
+
+    module = build_parameters_on_meta(config(Late))
+    assert module.weight.is_meta
+    assert module.weight.early == 1
+    assert module.weight.loader == module.load
+
+
 def test_a_parameter_whose_id_is_reused_is_not_mistaken_for_a_tie() -> None:
     class Many(nn.Module):
         def __init__(self) -> None:

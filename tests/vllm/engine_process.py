@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -43,6 +44,25 @@ def stop_at(where: str) -> None:
         DefaultModelLoader.load_weights = standing_still(DefaultModelLoader.load_weights)  # type: ignore[method-assign]
     else:
         torchwcache.production.encode_manifest = standing_still(torchwcache.production.encode_manifest)
+
+
+def die_in_rank(rank: int) -> None:
+    """In that rank, end the process when all ranks ask for their shards: in the middle of what they decide together."""
+    from torchwcache.engine import RankStart
+
+    original = RankStart._ask
+
+    @functools.wraps(original)
+    def ask(self: Any) -> None:
+        if self.group.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self)
+
+    RankStart._ask = ask  # type: ignore[method-assign]
+
+
+if os.environ.get("TEST_DIE_AT"):  # vLLM's workers import this file, too
+    die_in_rank(int(os.environ["TEST_DIE_AT"]))
 
 
 def main() -> None:

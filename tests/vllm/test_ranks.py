@@ -31,3 +31,26 @@ def test_two_ranks(axis, run, checkpoints, private_socket):
     assert lines.count(": hit: ") == 1
     assert sorted(entry.key for entry in cache.entries()) == before
     assert third == first
+
+
+def test_expert_parallel_ranks_publish_their_own_experts(vllm, checkpoints, private_socket):
+    """As far as vLLM 0.32 goes on a CPU: there its worker dies at the first forward, with or without the cache."""
+    options = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    for said in ("published", ": hit: "):
+        engine = vllm(checkpoints("moe"), options=options, environment=TWO, in_process=False)
+        engine.fails()
+        assert sum(said in line for line in engine.lines) == 2, engine.log[-4000:]
+    keys = {entry.key for entry in DaemonCache(private_socket, start=False).entries()}
+    assert len(keys) == 2
+
+
+def test_a_rank_that_dies_while_all_decide_ends_the_start(vllm, run, checkpoints, private_socket):
+    model = checkpoints("dense")
+    options = {"tensor_parallel_size": 2}
+    engine = vllm(model, options=options, environment={**TWO, "TEST_DIE_AT": "1"}, in_process=False)
+    log = engine.fails()
+    assert "another rank is gone" in log
+    assert not any("published" in line or ": hit: " in line for line in engine.lines)
+    assert DaemonCache(private_socket, start=False).entries() == ()
+    _, lines = run(model, options=options, environment=TWO, in_process=False)
+    assert lines.count("published") == 2

@@ -171,7 +171,8 @@ def _registering_on_meta(register: Callable[..., None]) -> Callable[..., None]:
         known = moved.get(id(param))
         if known is None or known[0]() is not param:  # an id is reused once its object is gone
             meta = torch.Tensor._make_subclass(type(param), param.detach().to("meta"), param.requires_grad)
-            meta.__dict__.update(param.__dict__)
+            # One dict for both: engines give a parameter its attributes after it was registered (vLLM's ``set_weight_attrs``).
+            meta.__dict__ = param.__dict__
             known = moved[id(param)] = (weakref.ref(param), meta)
         self._parameters[name] = known[1]
 
