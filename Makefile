@@ -13,6 +13,8 @@ TORCH_SPEC ?= torch -c constraints.txt
 EXTRAS := dev,docs,demo
 JOBS ?= 2
 GPU_JOBS ?= 12
+# Engines at once: a start is mostly one process that imports.
+ENGINE_JOBS ?= 2
 PYTEST ?=
 
 BIN := $(VENV)/bin
@@ -21,7 +23,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install -qq
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := install
-.PHONY: venv install demo test test-all test-vllm test-sglang test-gpu architectures lint format types docs bench check wheel clean
+.PHONY: venv install demo test test-all test-vllm test-sglang test-engines test-gpu architectures lint format types docs bench check wheel clean
 
 venv: $(PY)
 
@@ -59,7 +61,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check install -qq
 
 test-vllm: $(VLLM_VENV)/.installed
-	$(VLLM_BIN)/python -m pytest -q tests/vllm --timeout 900 $(PYTEST)
+	$(VLLM_BIN)/python -m pytest -q -n $(ENGINE_JOBS) tests/vllm --timeout 900 $(PYTEST)
 
 $(VLLM_VENV)/.installed: $(PY) pyproject.toml tests/vllm/requirements.py
 	@[ -x $(VLLM_BIN)/python ] || $(PY) -m venv $(VLLM_VENV)
@@ -68,7 +70,7 @@ $(VLLM_VENV)/.installed: $(PY) pyproject.toml tests/vllm/requirements.py
 	@$(VLLM_PIP) --no-deps '$(VLLM)'
 	@$(VLLM_BIN)/python tests/vllm/requirements.py $(firstword $(subst =, ,$(VLLM))) > $(VLLM_VENV)/requirements.txt
 	@$(VLLM_PIP) -r $(VLLM_VENV)/requirements.txt
-	@$(VLLM_PIP) --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'psutil>=6' 2>/dev/null
+	@$(VLLM_PIP) --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'psutil>=6' 2>/dev/null
 	@touch $@
 
 SGLANG_VENV ?= .venv-sglang
@@ -79,7 +81,7 @@ SGLANG_PIP := $(SGLANG_BIN)/python -m pip --disable-pip-version-check install -q
 # The real SGLang on the CPU, in an environment of its own: it pins what it does not need there, and PyPI has no CPU build of its
 # kernels, so its requirements are listed in tests/sglang and the kernels stood in for by tests/sglang/standin.
 test-sglang: $(SGLANG_VENV)/.installed
-	$(SGLANG_BIN)/python -m pytest -q tests/sglang --timeout 900 $(PYTEST)
+	$(SGLANG_BIN)/python -m pytest -q -n $(ENGINE_JOBS) tests/sglang --timeout 900 $(PYTEST)
 
 $(SGLANG_VENV)/.installed: $(PY) pyproject.toml tests/sglang/requirements.txt tests/sglang/requirements-without-theirs.txt
 	@[ -x $(SGLANG_BIN)/python ] || $(PY) -m venv $(SGLANG_VENV)
@@ -87,8 +89,12 @@ $(SGLANG_VENV)/.installed: $(PY) pyproject.toml tests/sglang/requirements.txt te
 	@$(SGLANG_PIP) '$(SGLANG_TORCH)'
 	@$(SGLANG_PIP) --no-deps -r tests/sglang/requirements-without-theirs.txt
 	@$(SGLANG_PIP) '$(SGLANG_TORCH)' -r tests/sglang/requirements.txt 2>/dev/null
-	@$(SGLANG_PIP) --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'psutil>=6' 2>/dev/null
+	@$(SGLANG_PIP) --editable . 'pytest>=8.3' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'psutil>=6' 2>/dev/null
 	@touch $@
+
+# Both at once, on one daemon.
+test-engines: install $(VLLM_VENV)/.installed $(SGLANG_VENV)/.installed
+	VLLM_VENV=$(VLLM_VENV) SGLANG_VENV=$(SGLANG_VENV) $(PY) -m pytest -q tests/engines --timeout 900 $(PYTEST)
 
 # On a machine with an NVIDIA GPU: nothing is skipped there.
 test-gpu: install

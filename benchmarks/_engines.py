@@ -27,14 +27,24 @@ CACHE = re.compile(r"torchwcache, (?:one rank|rank \d+ of \d+).*")
 
 
 class Engine:
-    """One engine: a process, and those that it makes."""
+    """One engine: a process, and those that it makes.
 
-    def __init__(self, kind: str, order: Mapping[str, Any], environ: Mapping[str, str], log: Path) -> None:
+    Args:
+        kind: Which engine.
+        order: For its worker script.
+        environ: All of its environment.
+        log: Where what it writes goes.
+        python: The interpreter of the environment that has the engine.
+    """
+
+    def __init__(
+        self, kind: str, order: Mapping[str, Any], environ: Mapping[str, str], log: Path, python: str = sys.executable
+    ) -> None:
         self.kind, self.log = kind, log
         self._out = b""
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, str(WORKERS[kind]), json.dumps({"spawned": time.monotonic(), **order})],
+                [python, str(WORKERS[kind]), json.dumps({"spawned": time.monotonic(), **order})],
                 env=dict(environ), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, bufsize=0, start_new_session=True,
             )  # fmt: skip
 

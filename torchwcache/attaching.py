@@ -125,7 +125,7 @@ class Attaching:
             self.description = self.adapter.describe(self.cfg, self.built)
             self.method = check_config(self.description.quantization_config, self.cfg.quantization)
             self.identity = CheckpointIdentity(self.description.checkpoint, mode=self.cfg.identity)
-            self.slot = slot_of(self.cfg, self.description, self.device_id)
+            self.slot = slot_of(self.cfg, self.description, self.device_id, self.adapter.name)
             self.report.slot = self.slot
 
     def fingerprint(self, content: Content) -> Fingerprint:

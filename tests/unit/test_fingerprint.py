@@ -223,14 +223,15 @@ def test_versions_are_looked_up_without_importing() -> None:
 
 
 def test_ranks_of_different_jobs_are_different_slots() -> None:
-    def slot(source: str = "/models/a", device: str = "cpu", **kwargs: Any) -> str:
-        return slot_of(ModelConfig("x", **kwargs), description(source=source), device)
+    def slot(source: str = "/models/a", device: str = "cpu", adapter: str = "nn", **kwargs: Any) -> str:
+        return slot_of(ModelConfig("x", **kwargs), description(source=source), device, adapter)
 
     slots = [
         slot(),
         slot(source="/models/b"),
         slot(device="GPU-1234"),
         slot(role="draft"),
+        slot(adapter="vllm"),
         *(slot(parallel=Parallelism(tp_size=2, tp_rank=rank)) for rank in range(2)),
         *(slot(parallel=Parallelism(dp_size=2, dp_rank=rank)) for rank in range(2)),
     ]
@@ -240,7 +241,7 @@ def test_ranks_of_different_jobs_are_different_slots() -> None:
 
 
 def test_a_slot_fits_the_wire_whatever_the_path() -> None:
-    one, two = (slot_of(ModelConfig("x"), description(source=f"/{name}" + "/long" * 2000), "cpu") for name in "ab")
+    one, two = (slot_of(ModelConfig("x"), description(source=f"/{name}" + "/long" * 2000), "cpu", "nn") for name in "ab")
     assert len(one) <= 4096
     assert one != two
 

@@ -284,17 +284,18 @@ def fingerprint_of(
 _SLOT_CHARACTERS = 4096
 
 
-def slot_of(cfg: ModelConfig, description: Description, device_id: str) -> str:
-    """What an operator would call "the same model": source, role, device and all parallel ranks.
+def slot_of(cfg: ModelConfig, description: Description, device_id: str, adapter: str) -> str:
+    """What an operator would call "the same model" in one engine: source, role, adapter, device and all parallel ranks.
 
     Args:
         cfg: The configuration.
         description: Holds the resolved path or repo id.
         device_id: ``"cpu"``, or a device UUID; never an index, which other processes may count differently.
+        adapter: Its name. Two engines of different kinds do not mismatch: neither could ever use what the other has.
     """
     p = cfg.parallel
     axes = (("tp", p.tp_rank, p.tp_size), ("pp", p.pp_rank, p.pp_size), ("ep", p.ep_rank, p.ep_size), ("dp", p.dp_rank, p.dp_size))
-    place = "|".join([cfg.role.value, device_id, *(f"{axis}{rank}/{size}" for axis, rank, size in axes)])
+    place = "|".join([cfg.role.value, adapter, device_id, *(f"{axis}{rank}/{size}" for axis, rank, size in axes)])
     source = description.source
     if len(source) + len(place) + 1 > _SLOT_CHARACTERS:  # the wire's limit for a name; the tail of a path tells more than its head
         import xxhash
