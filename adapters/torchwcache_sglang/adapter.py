@@ -27,7 +27,7 @@ from torchwcache.identity.checkpoint import CheckpointFiles
 from torchwcache.identity.code import tree_code_fields
 from torchwcache.module.construct import parameters_on_meta
 from torchwcache.module.graph import type_name
-from torchwcache_sglang.canonical import plain, resolved_path
+from torchwcache_sglang.canonical import plain, resolved_path, without_itself
 from torchwcache_sglang.context import environment_names, option, parallel_layout, resolved_options
 from torchwcache_sglang.registries import Registries
 from torchwcache_sglang.unwritten import given_by_target, watched
@@ -134,7 +134,7 @@ class SGLangAdapter:
 
     def _config(self, module: nn.Module) -> dict[str, Any]:
         config = self.model_config.hf_config
-        found = {name: plain(value) for name, value in config.to_dict().items() if name not in _NOT_WEIGHTS}
+        found = {name: plain(without_itself(value)) for name, value in config.to_dict().items() if name not in _NOT_WEIGHTS}
         if _build_reads("context_len", module):
             found["context_len"] = getattr(config, "context_len", None)
         return {

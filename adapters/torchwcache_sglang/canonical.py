@@ -11,7 +11,7 @@ from torchwcache.encoding import encode
 from torchwcache.errors import EncodingError
 from torchwcache.module.graph import type_name
 
-__all__ = ["plain", "resolved_path"]
+__all__ = ["plain", "resolved_path", "without_itself"]
 
 
 _MAX_DEPTH = 32
@@ -51,6 +51,16 @@ def _plain(value: Any, inside: list[int]) -> Any:
         return value
     finally:
         inside.pop()
+
+
+def without_itself(value: Any) -> Any:
+    """A value of a model's config without the config: SGLang puts it into the quantization's part (``hf_config``) when it builds.
+
+    There it would bring in again what is left out on purpose, such as where the files lie.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    return {key: without_itself(item) for key, item in value.items() if key != "hf_config"}
 
 
 def resolved_path(path: str) -> str:

@@ -19,7 +19,7 @@ from torch import nn
 from torchwcache.config import Mode, Policy
 from torchwcache.errors import ConfigError, PluginError, RefusedError
 from torchwcache_sglang import guards, hooks, leases, memory, plugin, seams
-from torchwcache_sglang.canonical import plain
+from torchwcache_sglang.canonical import plain, without_itself
 from torchwcache_sglang.context import environment_names, option_names
 from torchwcache_sglang.options import COUNTING, NEUTRAL
 from torchwcache_sglang.registries import Registries
@@ -146,6 +146,8 @@ def test_values_without_a_canonical_form_are_told_apart_by_what_they_hold() -> N
     knot = Config(1)
     knot.again = knot  # type: ignore[attr-defined]
     assert plain(knot) == {**plain(Config(1)), "again": ("again", 1)}
+    quantization = {"quant_method": "fp8", "hf_config": knot}
+    assert without_itself({"quantization_config": quantization}) == {"quantization_config": {"quant_method": "fp8"}}
     deep: list[Any] = []
     for _ in range(40):
         deep = [deep]
