@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 
@@ -24,6 +25,27 @@ _OPTIONS = {
     "random_seed": 0,
     "log_level": "info",
 }
+
+
+def die_in(stage: str) -> None:
+    """End this process, which is one of SGLang's own, in the middle of a load or of a publish."""
+
+    def die(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if stage == "publish":
+        import torchwcache.production
+
+        torchwcache.production.encode_manifest = die  # type: ignore[assignment]
+        return
+    from sglang.srt.model_loader import loader
+
+    for name in [name for name in vars(loader) if name.endswith("safetensors_weights_iterator")]:
+        setattr(loader, name, die)
+
+
+if __name__ == "__mp_main__" and os.environ.get("TEST_DIE_IN"):  # SGLang's processes import this file, too
+    die_in(os.environ["TEST_DIE_IN"])
 
 
 def say(**facts: object) -> None:

@@ -206,6 +206,32 @@ def test_kills(cache: Any, checkpoints: Path) -> None:
         assert third.lines[0].published, third.said
 
 
+@pytest.mark.parametrize("stage", ["load", "publish"])
+def test_killed_in_the_middle(cache: Any, checkpoints: Path, stage: str) -> None:
+    """Nothing half done is there for the next one, which loads and publishes."""
+    cache.command("daemon")
+    with cache.start(checkpoints / "dense", env={"TEST_DIE_IN": stage}) as engine:
+        with pytest.raises(EngineDied):
+            engine.started()
+        assert not engine.lines
+    assert "0 entries" in cache.command("status")
+    with cache.start(checkpoints / "dense") as engine:
+        engine.started()
+        assert engine.lines[0].published, engine.said
+    assert "1 entries" in cache.command("status")
+
+
+def test_data_parallel_replicas_share_one_entry(cache: Any, checkpoints: Path) -> None:
+    two = {"dp_size": 2, "env": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}}
+    with cache.start(checkpoints / "dense", **two) as engine:
+        tokens = engine.started()
+        assert sum(line.published for line in engine.lines) == 1, engine.said
+        assert sorted(line.what for line in engine.lines) == ["miss", "waited"]
+    with cache.start(checkpoints / "dense", **two) as engine:
+        assert engine.started() == tokens
+        assert [line.what for line in engine.lines] == ["hit", "hit"], engine.said
+
+
 def test_a_rank_that_dies_ends_the_start(cache: Any, checkpoints: Path) -> None:
     with cache.start(
         checkpoints / "dense", **{**TWO_RANKS, "env": {**TWO_RANKS["env"], "TEST_DIE_AT": "torchwcache_sglang.loader:1"}}
