@@ -12,7 +12,7 @@ without us could have found there. What a model derives from its weights while i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["UNSEEN", "Watch", "watched"]
+__all__ = ["UNSEEN", "Parts", "Watch", "watched"]
+
+Parts = Callable[[nn.Module], Mapping[str, Sequence[torch.Tensor]]]
+"""Gives, for the weights of a model that an engine pads, the parts of them that a checkpoint fills, as views."""
 
 UNSEEN = "all of them, for all that is known: the load did not go where it was watched"
 """What is reported instead of names when a load was not seen."""
@@ -40,8 +43,8 @@ _CHUNK = 1 << 26
 class Watch:
     """What is found out about one load."""
 
-    def __init__(self, unset: Mapping[str, float] | None = None) -> None:
-        self._unset = dict(unset or {})
+    def __init__(self, unset: Mapping[str, float], parts: Parts) -> None:
+        self._unset, self._parts = dict(unset), parts
         self._found: dict[str, None] = {}
         self._drawn: dict[str, torch.Tensor] = {}
         self._seen = False
@@ -66,9 +69,11 @@ class Watch:
 
     def _loaded(self, model: Any) -> None:
         self._seen = True
+        padded = self._parts(model)
         for name, tensor in _weights(model).items():
             if _is_unwritten(tensor):
-                self._found[name] = None
+                if any(map(_is_unwritten, padded.get(name, (tensor,)))):
+                    self._found[name] = None
                 _replace(tensor, self._drawn.get(name))
             elif any(name.endswith(end) and _holds(tensor, value) for end, value in self._unset.items()):
                 self._found[name] = None
@@ -76,7 +81,14 @@ class Watch:
 
 
 @contextmanager
-def watched(namespace: Any, build: str, *, load: str = "load_weights", unset: Mapping[str, float] | None = None) -> Iterator[Watch]:
+def watched(
+    namespace: Any,
+    build: str,
+    *,
+    load: str = "load_weights",
+    unset: Mapping[str, float] | None = None,
+    parts: Parts = lambda model: {},
+) -> Iterator[Watch]:
     """Watch the one load that is done inside, in this thread.
 
     Args:
@@ -84,8 +96,9 @@ def watched(namespace: Any, build: str, *, load: str = "load_weights", unset: Ma
         build: That name.
         load: The method of the model that writes its weights; what is done with them begins when it is over.
         unset: The end of a parameter's name to a value that the engine puts there before it loads, and no checkpoint holds.
+        parts: What of a padded weight a checkpoint fills. The rest may stay unwritten.
     """
-    watch = Watch(unset)
+    watch = Watch(unset or {}, parts)
     models: list[Any] = []
     original: Callable[..., Any] = getattr(namespace, build)
 
@@ -205,7 +218,8 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if not bits.is_contiguous():
         yield bits
     elif _is_narrow(tensor) and bits.dim() > 1 and bits.shape[-1] >= _ROW:
-        yield from torch.split(bits.view(-1, bits.shape[-1]), max(1, _CHUNK // bits.shape[-1]))
+        rows = bits.view(-1, bits.shape[-1])
+        yield from torch.tensor_split(rows, 1 + bits.numel() // _CHUNK)  # of about the same size: none has a few rows only
     elif _is_narrow(tensor):
         yield bits.view(-1)
     else:
@@ -218,12 +232,14 @@ def _is_narrow(tensor: torch.Tensor) -> bool:
 
 
 def _mask(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Where a part was not written; in narrow dtypes whole rows only, and short tensors as a whole."""
+    """Where a part was not written; in narrow dtypes whole rows and columns only, and short tensors as a whole."""
     equal = part == _PATTERNS[tensor.element_size()]
     if not _is_narrow(tensor):
         return equal
     if part.dim() > 1 and part.shape[-1] >= _ROW:
-        return equal.all(-1, keepdim=True)
+        rows = equal.all(-1, keepdim=True)
+        # A weight that is wider than what is loaded into it: in a narrow float its rest would be NaN.
+        return rows | equal.all(-2, keepdim=True) if part.shape[-2] >= _ROW else rows
     return equal.all() if part.numel() >= _ROW else torch.zeros((), dtype=torch.bool, device=part.device)
 
 
