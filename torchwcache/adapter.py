@@ -82,12 +82,15 @@ class LoadContext:
         read_file: ``Memory.read_file``: fills a contiguous tensor, on the device of what ``allocate`` gives, from a file descriptor
             at an offset. Any thread may call it. What is read by it is hashed on the way; what is not is read a second time.
         progress: Called with bytes done and bytes in all.
+        publishes: Whether what is loaded is going to be published. Where it is not, an adapter of an engine loads as that would
+            without it, and need not find out what was left unwritten.
     """
 
     allocate: Callable[[int], torch.Tensor]
     expect: Callable[[Iterable[int]], None]
     read_file: Callable[[int, int, torch.Tensor], None]
     progress: Callable[[int, int], None]
+    publishes: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

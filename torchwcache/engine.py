@@ -397,7 +397,7 @@ class RankStart:
     def _load_by_engine(self) -> LoadResult:
         try:
             with self.report.phase("load"):
-                return load_unpublished(self.cfg, self.adapter, self.attaching.memory)
+                return load_unpublished(self.cfg, self.adapter, self.attaching.memory, publishes=self.answer is not None)
         except BaseException as error:
             # Not kept until all ranks know: they may be waiting for this one inside the load.
             if self.answer is not None and isinstance(self.answer.reply, Produce):

@@ -181,7 +181,7 @@ class UnsupportedQuantizationError(WeightCacheError, ValueError):
 
 
 class NotAFunctionOfCheckpointError(WeightCacheError, ValueError):
-    """Raised when a load initialized tensors that the checkpoint does not hold, and no seed was given."""
+    """Raised when a load made up tensors that the checkpoint does not hold and no seed was given, or left them without values."""
 
 
 class CaptureError(_ProblemsError, ValueError):

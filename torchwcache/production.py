@@ -74,15 +74,19 @@ def refusal_kind(error: Exception) -> str:
     return type(error).__name__
 
 
-def load_unpublished(cfg: ModelConfig, adapter: Adapter, memory: Memory) -> LoadResult:
-    """Load as if there were no cache: into ordinary memory."""
+def load_unpublished(cfg: ModelConfig, adapter: Adapter, memory: Memory, *, publishes: bool = False) -> LoadResult:
+    """Load into ordinary memory: as if there were no cache, unless what comes out is going to be published."""
     device = memory.device
 
     def allocate(nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
     context = LoadContext(
-        allocate=allocate, expect=lambda sizes: None, read_file=memory.read_file, progress=lambda done, total: None
+        allocate=allocate,
+        expect=lambda sizes: None,
+        read_file=memory.read_file,
+        progress=lambda done, total: None,
+        publishes=publishes,
     )
     with one_at_a_time():
         return adapter.load(cfg, context)

@@ -80,8 +80,6 @@ class SGLangAdapter:
 
     def __init__(self, inner: Any, model_config: Any, device_config: Any) -> None:
         self.inner, self.model_config, self.device_config = inner, model_config, device_config
-        self.watching = True
-        """Whether a load is to find out what it did not write. What is not published is loaded as without us."""
         self._left = Registries()
 
     def accepts(self, cfg: ModelConfig) -> bool:
@@ -244,7 +242,7 @@ class SGLangAdapter:
         from sglang.srt.model_loader import loader as sglang_loader
 
         registries, before = Registries(), allocator_nbytes(cfg.device)
-        with registries.apart(), watched(sglang_loader) if self.watching else nullcontext() as watch:
+        with registries.apart(), watched(sglang_loader) if context.publishes else nullcontext() as watch:
             module = self.inner.load_model(model_config=self.model_config, device_config=self.device_config)
         note_growth(module, before, cfg.device)
         self._left = registries

@@ -52,8 +52,6 @@ class CacheLoader(BaseModelLoader):  # type: ignore[misc]
         adapter = SGLangAdapter(self.inner, model_config, device_config)
         before = allocator_nbytes(cfg.device, collect=False)
         start = RankStart(cfg, adapter, self.options, group, say=logger.info)
-        start.decide()
-        adapter.watching = start.answer is not None
         attachment = self.attachment = start.finish()
         report = attachment.report
         shared = report.source != "disk" or report.published

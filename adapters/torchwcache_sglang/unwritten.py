@@ -1,119 +1,29 @@
-"""Which weights a load never wrote: SGLang leaves what the checkpoint lacks as its model's constructor left it, and says nothing.
-
-That is memory with whatever was in it, or random values, and would be published as if they were weights. So while the model is
-built, uninitialized memory is filled with a pattern, and random parameters are replaced by it; what still has the pattern between
-the load and the processing after it was not written, down to one expert's shard. Names are not guessed, and what writes (a weight
-loader, a thread, a copy) does not matter. A value that the constructor itself gave (ones of a norm, a scale's default) stays, and
-counts as written: it is the same in every process.
-
-Afterwards no weight has the pattern. Where it was there are zeros, or the random values that the constructor drew: what an engine
-without us could have found there. What a model derives from its weights while it loads them is left as it came out.
-"""
+"""Which weights SGLang's load never wrote: it leaves what the checkpoint lacks as the model's constructor left it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchwcache.module import unwritten
+from torchwcache.module.unwritten import UNSEEN, Watch
 
 __all__ = ["UNSEEN", "Watch", "given_by_target", "watched"]
 
-UNSEEN = "all of them, for all that is known: the load did not go where it was watched"
-"""What is reported instead of names when a load was not seen."""
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PATTERNS = {1: 0x7F, 2: 0x7FEA, 4: 0x7FEA5EED, 8: 0x7FFA5EED5EED5EED}
-"""By size of an element: quiet NaNs in every floating dtype of that size, with a payload that no computation makes."""
-
-_ROW = 16
-"""How many elements of the pattern next to each other say something in a dtype that has it among its usual values."""
-
-_EMPTY = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
-_CHUNK = 1 << 26
-
-_SCALE = "weight_scale_inv"
-_UNSET_SCALE = torch.finfo(torch.float32).min
+_UNSET = {"weight_scale_inv": torch.finfo(torch.float32).min}
 """What SGLang puts into the scales of block FP8 before they are loaded."""
 
 
-class Watch:
-    """What is found out about one load."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, None] = {}
-        self._drawn: dict[str, torch.Tensor] = {}
-        self._seen = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Weights that were not written, or not all of their parts; each by its name in the module."""
-        return tuple(self._found) if self._seen else (UNSEEN,)
-
-    def _built(self, model: Any, building: _Building) -> None:
-        """Leave the pattern in weights only, and put it where they are random."""
-        weights = _weights(model)
-        owned = {tensor.untyped_storage()._cdata for tensor in weights.values()}
-        for storage, dtype in building.empty():
-            if storage._cdata not in owned:
-                # Scratch memory of the engine's, or what a computation works on: zeros are as good as what was there.
-                _replace(torch.empty(0, dtype=dtype, device=storage.device).set_(storage), None)
-        for name, tensor in weights.items():
-            if tensor.is_floating_point() and building.is_random(tensor):
-                self._drawn[name] = tensor.detach().to("cpu", copy=True)
-                _bits(tensor).fill_(_PATTERNS[tensor.element_size()])
-
-    def _loaded(self, model: Any) -> None:
-        self._seen = True
-        for name, tensor in _weights(model).items():
-            if _is_unwritten(tensor):
-                self._found[name] = None
-                _replace(tensor, self._drawn.get(name))
-            elif name.endswith(_SCALE) and tensor.dtype is torch.float32 and bool((tensor == _UNSET_SCALE).any()):
-                self._found[name] = None
-        self._drawn.clear()
-
-
-@contextmanager
-def watched(loader: Any) -> Iterator[Watch]:
+def watched(loader: Any) -> AbstractContextManager[Watch]:
     """Watch the one load that is done inside, in this thread.
 
     Args:
         loader: SGLang's module ``model_loader.loader``, whose ``_initialize_model`` builds the model; what SGLang then does with
             the weights begins with the model's ``load_weights``, in every known release.
     """
-    watch = Watch()
-    models: list[Any] = []
-    original: Callable[..., Any] = loader._initialize_model
-
-    def initialize(*args: Any, **kwargs: Any) -> Any:
-        with _Building() as building:
-            model = original(*args, **kwargs)
-        with torch.no_grad():
-            watch._built(model, building)
-        load_weights = model.load_weights
-
-        def load_and_look(*args: Any, **kwargs: Any) -> Any:
-            result = load_weights(*args, **kwargs)
-            with torch.no_grad():
-                watch._loaded(model)
-            return result
-
-        model.load_weights = load_and_look
-        models.append(model)
-        return model
-
-    loader._initialize_model = initialize
-    try:
-        yield watch
-    finally:
-        loader._initialize_model = original
-        for model in models:
-            model.__dict__.pop("load_weights", None)  # the class's own is left
+    return unwritten.watched(loader, "_initialize_model", unset=_UNSET)
 
 
 def given_by_target(model: Any, algorithm: str) -> frozenset[str]:
@@ -132,135 +42,3 @@ def given_by_target(model: Any, algorithm: str) -> frozenset[str]:
         elif getattr(config, "target_hidden_size", hidden) == hidden:
             given = [embed]
     return frozenset(name for name, tensor in model.named_parameters() if any(tensor is other for other in given))
-
-
-class _Building(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fills what is made without values, and remembers what is random."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._empty: list[tuple[StorageWeakRef, torch.dtype]] = []
-        self._random: dict[int, StorageWeakRef] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name in _EMPTY:
-            self._fill(result)
-        elif torch.Tag.nondeterministic_seeded in func.tags:
-            self._taint(result)
-        elif self._random:
-            if name in ("zero_", "fill_") and result.nbytes == result.untyped_storage().nbytes():
-                self._random.pop(result.untyped_storage()._cdata, None)
-            elif any(self.is_random(tensor) for tensor in _tensors((args, kwargs))):
-                self._taint(result)
-        return result
-
-    def _fill(self, tensor: torch.Tensor) -> None:
-        if tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided or tensor.dtype is torch.bool:
-            return
-        if tensor.element_size() in _BITS:
-            bits = torch.empty(0, dtype=_BITS[tensor.element_size()], device=tensor.device)
-            bits.set_(tensor.untyped_storage()).fill_(_PATTERNS[tensor.element_size()])
-            self._empty.append((_reference(tensor), tensor.dtype))
-
-    def _taint(self, result: Any) -> None:
-        for tensor in _tensors(result):
-            if not tensor.is_meta and tensor.layout is torch.strided:
-                reference = _reference(tensor)
-                self._random[reference.cdata] = reference
-
-    def is_random(self, tensor: torch.Tensor) -> bool:
-        """Whether random values went into what a tensor views."""
-        if tensor.is_meta or tensor.layout is not torch.strided:
-            return False
-        reference = self._random.get(tensor.untyped_storage()._cdata)
-        return reference is not None and not reference.expired()  # type: ignore[no-untyped-call]
-
-    def empty(self) -> Iterator[tuple[Any, torch.dtype]]:
-        """Storages that were made without values and are still there, each with the dtype that it was made for."""
-        for reference, dtype in self._empty:
-            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-            if storage is not None:
-                yield storage, dtype
-
-
-def _reference(tensor: torch.Tensor) -> StorageWeakRef:
-    """Does not keep the memory; a storage that is made later has another one."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-
-
-def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a checkpoint may hold: parameters, and buffers that are part of a state dict; tied ones once."""
-    left_out = {
-        f"{path}.{name}" if path else name for path, module in model.named_modules() for name in module._non_persistent_buffers_set
-    }
-    found: dict[str, torch.Tensor] = dict(model.named_parameters())
-    found |= {name: buffer for name, buffer in model.named_buffers() if name not in left_out}
-    return {
-        name: tensor
-        for name, tensor in found.items()
-        if not tensor.is_meta and tensor.layout is torch.strided and not tensor.is_complex() and tensor.dtype is not torch.bool
-    }
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().view(_BITS[tensor.element_size()])
-
-
-def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Parts of a tensor's bits of bounded size, so that a mask over them is small next to the weights."""
-    bits = _bits(tensor)
-    if not bits.is_contiguous():
-        yield bits
-    elif _is_narrow(tensor) and bits.dim() > 1 and bits.shape[-1] >= _ROW:
-        yield from torch.split(bits.view(-1, bits.shape[-1]), max(1, _CHUNK // bits.shape[-1]))
-    elif _is_narrow(tensor):
-        yield bits.view(-1)
-    else:
-        yield from torch.split(bits.view(-1), _CHUNK)
-
-
-def _is_narrow(tensor: torch.Tensor) -> bool:
-    """Whether the pattern is among the usual values of a tensor's dtype."""
-    return tensor.element_size() == 1 or tensor.dtype in (torch.int16, torch.uint16)
-
-
-def _mask(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Where a part was not written; in narrow dtypes whole rows only, and short tensors as a whole."""
-    equal = part == _PATTERNS[tensor.element_size()]
-    if not _is_narrow(tensor):
-        return equal
-    if part.dim() > 1 and part.shape[-1] >= _ROW:
-        return equal.all(-1, keepdim=True)
-    return equal.all() if part.numel() >= _ROW else torch.zeros((), dtype=torch.bool, device=part.device)
-
-
-def _is_unwritten(tensor: torch.Tensor) -> bool:
-    # Of all that is not a NaN, nothing is larger than the pattern, taken as integers: what is fine is known without a mask, whose
-    # memory the engine would see in what the load took of the device.
-    if tensor.numel() == 0 or int(_bits(tensor).max()) < _PATTERNS[tensor.element_size()]:
-        return False
-    return any(bool(_mask(tensor, part).any()) for part in _parts(tensor))
-
-
-def _replace(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
-    """Put values in the place of the pattern; zeros where there are none."""
-    if tensor.numel() == 0:
-        return
-    if values is not None and values.shape == tensor.shape and values.dtype == tensor.dtype:
-        bits = _bits(tensor)
-        bits.copy_(torch.where(_mask(tensor, bits), _bits(values.to(tensor.device)), bits))
-        return
-    for part in _parts(tensor):
-        part.masked_fill_(_mask(tensor, part), 0)

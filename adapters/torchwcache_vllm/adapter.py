@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchwcache.adapter import CaptureRules, Description, LoadContext, LoadResult
-from torchwcache.config import ModelConfig
+from torchwcache.config import ModelConfig, Role
 from torchwcache.engine_memory import allocator_nbytes, note_growth
 from torchwcache.errors import BuildError, CheckpointNotFoundError, RebindError
 from torchwcache.identity.checkpoint import CheckpointFiles
@@ -22,6 +22,7 @@ from torchwcache.module.construct import parameters_on_meta
 from torchwcache.module.graph import children, is_leaf, type_name
 from torchwcache_vllm.identity import config_fields, variables
 from torchwcache_vllm.registries import Registered, Registries
+from torchwcache_vllm.unwritten import not_given_by_target, watched
 
 __all__ = ["Stage", "VLLMAdapter"]
 
@@ -78,7 +79,7 @@ class VLLMAdapter:
     """
 
     name = "vllm"
-    version = "2"
+    version = "3"
 
     def __init__(self, vllm_config: Any, model_config: Any, load_config: Any, *, prefix: str = "", stage: Stage) -> None:
         self.vllm_config, self.model_config, self.load_config = vllm_config, model_config, load_config
@@ -212,13 +213,17 @@ class VLLMAdapter:
 
     def load(self, cfg: ModelConfig, context: LoadContext) -> LoadResult:
         """Load by vLLM's default loader: the whole of it, or (stage ``loaded``) all but its work after loading."""
+        from vllm.model_executor.model_loader import base_loader
         from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
         self._install(None)
-        with self._registries.recording() as registered:
+        with self._registries.recording() as registered, watched(base_loader) if context.publishes else nullcontext() as watch:
             module = self._load(cfg, DefaultModelLoader(self.load_config))
         self._registered[id(module)] = self._installed = registered
-        return LoadResult(module=module.eval())
+        unwritten = () if watch is None else watch.names
+        if unwritten and cfg.role is Role.DRAFT:
+            unwritten = not_given_by_target(unwritten, module, self.vllm_config)
+        return LoadResult(module=module.eval(), unwritten=unwritten)
 
     def _load(self, cfg: ModelConfig, loader: Any) -> nn.Module:
         module: nn.Module
@@ -229,11 +234,13 @@ class VLLMAdapter:
             module.__dict__[_STAMP] = _kernels(module)
             self._processed.add(id(module))
             return module
-        from vllm.model_executor.model_loader.utils import initialize_model
+        from vllm.model_executor.model_loader import base_loader
 
         with self._engine_context():
             with torch.device(cfg.device):
-                module = initialize_model(vllm_config=self.vllm_config, model_config=self.model_config, prefix=self.prefix)
+                module = base_loader.initialize_model(
+                    vllm_config=self.vllm_config, model_config=self.model_config, prefix=self.prefix
+                )
             loader.load_weights(module, self.model_config)
         return module
 

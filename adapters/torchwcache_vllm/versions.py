@@ -15,6 +15,7 @@ OLDEST, NEWEST = (0, 26), (0, 33)
 _SEAMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.model_executor.model_loader", "register_model_loader", ("load_format",)),
     ("vllm.model_executor.model_loader.base_loader", "BaseModelLoader.load_model", ("vllm_config", "model_config", "prefix")),
+    ("vllm.model_executor.model_loader.base_loader", "initialize_model", ("vllm_config", "prefix", "model_config")),
     ("vllm.model_executor.model_loader.default_loader", "DefaultModelLoader.load_weights", ("model", "model_config")),
     ("vllm.model_executor.model_loader.default_loader", "DefaultModelLoader._prepare_weights", ("model_name_or_path", "revision")),
     ("vllm.model_executor.model_loader.utils", "initialize_model", ("vllm_config", "prefix", "model_config")),

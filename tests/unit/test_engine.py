@@ -71,11 +71,13 @@ class CountingAdapter(NNAdapter):
 
     def __init__(self, rank: int) -> None:
         self.rank, self.loads = rank, 0
+        self.publishes: list[bool] = []
         self.on_prepare: Callable[[nn.Module], None] = lambda module: None
         self.on_load: Callable[[nn.Module], None] = lambda module: None
 
     def load(self, cfg: ModelConfig, context: Any) -> Any:
         self.loads += 1
+        self.publishes.append(context.publishes)
         result = super().load(cfg, context)
         self.on_load(result.module)
         return result
@@ -168,6 +170,7 @@ def test_one_shard_is_gone_so_all_load_and_none_is_published_twice(engine, daemo
     again = engine()
     results = again.start()
     assert again.loads == [1] * RANKS
+    assert [adapter.publishes for adapter in again.adapters] == [[True]] * RANKS
     assert sources(results) == [("cache", False), ("disk", True), ("cache", False)]  # the loaded copy gave way to the shared one
     assert sorted(entry.key for entry in cache.entries()) == sorted(keys)
     close(results)
@@ -185,6 +188,7 @@ def test_a_rank_that_cannot_rebind_takes_all_back_to_the_disk(engine):
     results = broken.start()
     assert sources(results) == [("disk", False)] * RANKS
     assert broken.loads == [1] * RANKS
+    assert [adapter.publishes for adapter in broken.adapters] == [[False]] * RANKS  # loaded as without us
     assert [item.report.mapped_nbytes for item in results] == [0] * RANKS
     assert all("rank 1 cannot use the cache" in "".join(item.report.warnings) for item in (results[0], results[2]))
     assert all(torch.equal(item.model(torch.ones(16)), results[0].model(torch.ones(16))) for item in results)

@@ -15,10 +15,15 @@ import pytest
 import torch
 from torch import nn
 
-from torchwcache.errors import FingerprintError, RebindError, RefusedError
+from torchwcache.adapter import LoadResult
+from torchwcache.config import ModelConfig, Role
+from torchwcache.errors import FingerprintError, NotAFunctionOfCheckpointError, RebindError, RefusedError
 from torchwcache.identity.fingerprint import Fingerprint
+from torchwcache.memory.select import memory_for
+from torchwcache.production import check_publishable, load_unpublished
 from torchwcache_vllm import adapter, guards, identity, memory, versions
 from torchwcache_vllm.registries import Registries
+from torchwcache_vllm.unwritten import _unpadded, not_given_by_target
 
 
 class Kind(enum.Enum):
@@ -455,3 +460,194 @@ def test_what_the_build_allocates_counts() -> None:
     assert adapter._shapes(nn.Linear(2, 2)) == adapter._shapes(nn.Linear(2, 2, device="meta"))
     assert adapter._shapes(nn.Linear(2, 2)) != adapter._shapes(nn.Linear(2, 3))
     assert adapter._shapes(nn.Linear(2, 2)) != adapter._shapes(nn.Linear(2, 2, dtype=torch.float16))
+
+
+# ---- what a load never wrote ---------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """As vLLM's layers: one weight without values for three projections, a scale that has a default, padded rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Parameter(torch.empty(64, 4), requires_grad=False)
+        self.qkv = nn.Parameter(torch.empty(12, 4), requires_grad=False)
+        self.norm = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.k_scale = nn.Parameter(torch.tensor(-1.0), requires_grad=False)
+        self.input_scale = nn.Parameter(torch.empty(3), requires_grad=False)
+        self.input_scale[:] = torch.finfo(torch.float32).min
+        self.online = nn.Parameter(torch.empty(4, 4, device="meta"), requires_grad=False)
+        self.ran = False
+
+    def load_weights(self, weights: dict[str, torch.Tensor]) -> set[str]:
+        for number, name in enumerate(("q", "k", "v")):
+            if name in weights:
+                self.qkv.data[4 * number : 4 * number + 4].copy_(weights[name])
+        self.embed[:40].data.copy_(weights["embed"])
+        self.embed[40:].data.fill_(0)
+        return {"qkv", "embed"}  # by their names, all is there
+
+
+WEIGHTS = {"embed": torch.full((40, 4), 2.0), **{name: torch.full((4, 4), 3.0) for name in "qkv"}}
+
+
+@pytest.fixture(params=["loaded", "finished"])
+def loading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An adapter over what stands in for vLLM's loaders; ``weights`` is what the checkpoint holds."""
+    base, default = ModuleType("vllm.model_executor.model_loader.base_loader"), ModuleType("vllm.default_loader")
+    found: Any = SimpleNamespace(weights=WEIGHTS, seen=[])
+
+    def initialize_model(vllm_config: Any, *, prefix: str = "", model_config: Any = None) -> nn.Module:
+        return Attention()
+
+    base.initialize_model = initialize_model  # type: ignore[attr-defined]
+
+    class Loader:
+        def __init__(self, load_config: Any) -> None:
+            pass
+
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            model.load_weights(found.weights)
+
+        def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
+            model = base.initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)  # type: ignore[attr-defined]
+            self.load_weights(model, model_config)
+            found.seen.append(model.qkv.isnan().any().item())  # what is done to finished weights sees no pattern
+            return model
+
+    default.DefaultModelLoader = Loader  # type: ignore[attr-defined]
+    config, utils = ModuleType("vllm.config"), ModuleType("vllm.utils.torch_utils")
+    config.set_current_vllm_config = contextlib.nullcontext  # type: ignore[attr-defined]
+    utils.set_default_torch_dtype = contextlib.nullcontext  # type: ignore[attr-defined]
+    loaders = ModuleType("vllm.model_executor.model_loader")
+    loaders.base_loader, loaders.default_loader = base, default  # type: ignore[attr-defined]
+    for name, module in {
+        "vllm": ModuleType("vllm"),
+        "vllm.model_executor": ModuleType("vllm.model_executor"),
+        loaders.__name__: loaders,
+        base.__name__: base,
+        f"{loaders.__name__}.default_loader": default,
+        config.__name__: config,
+        "vllm.utils": ModuleType("vllm.utils"),
+        utils.__name__: utils,
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(adapter.Registries, "of", classmethod(lambda cls, vllm_config: cls({})))
+    stage = request.param
+    found.adapter = adapter.VLLMAdapter(SimpleNamespace(), SimpleNamespace(dtype=torch.float32), None, stage=stage)
+    yield found
+    assert base.initialize_model is initialize_model  # type: ignore[attr-defined]
+    assert not any(found.seen)
+
+
+def load(loading: Any, *, publishes: bool) -> LoadResult:
+    cfg = ModelConfig("m")
+    result = load_unpublished(cfg, loading.adapter, memory_for(cfg.device), publishes=publishes)
+    assert "load_weights" not in result.module.__dict__
+    return result
+
+
+def test_a_fused_weight_of_which_one_part_was_not_loaded_is_refused(loading: Any) -> None:
+    loading.weights = {name: tensor for name, tensor in WEIGHTS.items() if name != "k"}
+    result = load(loading, publishes=True)
+    assert result.unwritten == ("qkv",)
+    module: Any = result.module
+    assert module.qkv.sum(1).tolist() == [12.0] * 4 + [0.0] * 4 + [12.0] * 4
+    with pytest.raises(NotAFunctionOfCheckpointError, match=r"left 1 of the model's tensors.*: qkv\. See"):
+        check_publishable(ModelConfig("m"), result, "none")
+
+
+def test_what_was_loaded_or_has_a_default_is_not(loading: Any) -> None:
+    """Padded rows of an embedding are zeroed by vLLM's loader; scales that no checkpoint needs have values."""
+    result = load(loading, publishes=True)
+    assert result.unwritten == ()
+    module: Any = result.module
+    assert module.embed.sum().item() == 40 * 4 * 2.0
+    assert module.k_scale.item() == -1.0
+    assert module.online.is_meta
+
+
+def test_what_is_not_going_to_be_published_is_loaded_as_without_us(loading: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loading.weights = {name: tensor for name, tensor in WEIGHTS.items() if name != "k"}
+    monkeypatch.setattr(adapter, "watched", None)  # is not called
+    assert load(loading, publishes=False).unwritten == ()
+
+
+class Draft(nn.Module):
+    """As a draft of vLLM's: the names are what counts."""
+
+    def __init__(self, width: int = 4, *, tied: bool = False, **own: bool) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(6, width)
+        self.model.layers = nn.ModuleList([nn.Module()])
+        self.model.layers[0].shared_head = nn.Module()
+        self.model.layers[0].shared_head.head = nn.Linear(4, 6, bias=False)
+        self.model.layers[0].fc = nn.Linear(4, 4, bias=False)
+        self.lm_head = nn.Linear(4, 6, bias=False)
+        if tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.__dict__.update({f"has_own_{name}": value for name, value in own.items()})
+
+
+EMBED, HEAD, SHARED, FC = (
+    "model.embed_tokens.weight", "lm_head.weight", "model.layers.0.shared_head.head.weight", "model.layers.0.fc.weight",
+)  # fmt: skip
+
+
+def left(draft: Draft, method: str | None = "eagle", *, stages: int = 1, kind: str = "") -> set[str]:
+    speculative = SimpleNamespace(
+        method=method,
+        target_model_config=SimpleNamespace(get_hidden_size=lambda: 4),
+        use_gemma4_mtp=lambda: kind == "gemma4",
+        use_step3p5_mtp=lambda: kind == "step3p5",
+    )
+    config = SimpleNamespace(
+        speculative_config=speculative if method else None, parallel_config=SimpleNamespace(pipeline_parallel_size=stages)
+    )
+    return set(not_given_by_target([name for name, _ in draft.named_parameters()], draft, config))
+
+
+def test_what_a_draft_gets_from_its_target_may_be_missing() -> None:
+    assert left(Draft(), "mtp") == left(Draft(embed_tokens=False, lm_head=False)) == {FC}
+    assert left(Draft(embed_tokens=True, lm_head=False)) == {EMBED, FC}
+    assert left(Draft(embed_tokens=False, lm_head=True)) == {HEAD, SHARED, FC}
+    assert left(Draft(8, embed_tokens=False), "eagle3") == {EMBED, FC}
+    assert left(Draft(), "mtp", stages=2) == {EMBED, FC}
+    assert left(Draft(), "mtp", kind="gemma4") == left(Draft(), "mtp", kind="step3p5") == {HEAD, SHARED, FC}
+    assert left(Draft(), "draft_model") == left(Draft(), None) == {EMBED, HEAD, SHARED, FC}
+
+
+def test_a_weight_that_the_draft_uses_in_another_place_too_is_not_given() -> None:
+    assert left(Draft(tied=True, embed_tokens=False, lm_head=False)) == {FC}
+    assert left(Draft(tied=True, embed_tokens=False, lm_head=True)) == {EMBED, SHARED, FC}
+
+
+def test_a_draft_is_asked_for_what_its_target_gives(loading: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "not_given_by_target", lambda names, module, config: names[1:])
+    loading.weights = {name: tensor for name, tensor in WEIGHTS.items() if name != "k"}
+    cfg = ModelConfig("m", role=Role.DRAFT)
+    assert load_unpublished(cfg, loading.adapter, memory_for(cfg.device), publishes=True).unwritten == ()
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_experts_that_a_kernel_wants_larger(gated: bool) -> None:
+    """128 of 100 in between, and 64 of 48 hidden."""
+    layer, model = nn.Module(), nn.Sequential()
+    layer.w13_weight = nn.Parameter(torch.zeros(3, 256 if gated else 128, 64), requires_grad=False)
+    layer.w2_weight = nn.Parameter(torch.zeros(3, 64, 128), requires_grad=False)
+    sizes = {"hidden_dim_unpadded": 48, "intermediate_size_per_partition_unpadded": 100, "is_act_and_mul": gated}
+    layer.moe_config = SimpleNamespace(**sizes)  # type: ignore[assignment]
+    model.add_module("experts", layer)
+    for parts in _unpadded(model).values():
+        for part in parts:
+            part.fill_(1)
+    assert sorted(_unpadded(model)) == ["experts.w13_weight", "experts.w2_weight"]
+    up: Any = layer.w13_weight
+    assert up.sum().item() == 3 * (2 if gated else 1) * 100 * 48
+    assert up[0, :100, :48].all()
+    assert not gated or up[0, 128:228, :48].all()
+    down: Any = layer.w2_weight
+    assert down.sum().item() == down[:, :48, :100].sum().item() == 3 * 100 * 48
+    layer.moe_config = SimpleNamespace()  # type: ignore[assignment]
+    assert _unpadded(model) == {}  # before vLLM 0.32

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-__all__ = ["KINDS", "make", "make_adapter"]
+__all__ = ["KINDS", "make", "make_adapter", "without"]
 
 _SIZES = {
     "vocab_size": 1000,
@@ -57,6 +57,21 @@ def make(kind: str, folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
+def without(original: Path, folder: Path, name: str, *, zeros: bool = False) -> Path:
+    """Write a copy of a checkpoint that lacks a tensor, or has zeros in its place."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(original, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensor = tensors.pop(name)
+    if zeros:
+        tensors[name] = tensor.zero_()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def make_adapter(folder: Path) -> Path:
     """Write a LoRA adapter for the checkpoints of one layer."""
     import json
@@ -80,5 +95,7 @@ def make_adapter(folder: Path) -> Path:
 if __name__ == "__main__":
     if sys.argv[1] == "adapter":
         make_adapter(Path(sys.argv[2]))
+    elif sys.argv[1] in ("without", "zeros"):
+        without(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], zeros=sys.argv[1] == "zeros")
     else:
         make(sys.argv[1], Path(sys.argv[2]), seed=int(sys.argv[3]) if len(sys.argv) > 3 else 0)
