@@ -226,7 +226,8 @@ def test_data_parallel_replicas_share_one_entry(cache: Any, checkpoints: Path) -
     with cache.start(checkpoints / "dense", **two) as engine:
         tokens = engine.started()
         assert sum(line.published for line in engine.lines) == 1, engine.said
-        assert sorted(line.what for line in engine.lines) == ["miss", "waited"]
+        # The other one waits for it, or is late enough to find it.
+        assert sorted(line.what for line in engine.lines) in (["miss", "waited"], ["hit", "miss"])
     with cache.start(checkpoints / "dense", **two) as engine:
         assert engine.started() == tokens
         assert [line.what for line in engine.lines] == ["hit", "hit"], engine.said
