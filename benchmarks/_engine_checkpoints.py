@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-MIB, GIB = 1 << 20, 1 << 30
+GIB = 1 << 30
 BLOCK = 128
 SMALL = {"hidden": 256, "intermediate": 512, "vocabulary": 1024, "heads": 4, "head": 128}
 USUAL = {"hidden": 2560, "intermediate": 9728, "vocabulary": 151936, "heads": 32, "head": 128}
@@ -77,6 +77,12 @@ def layers_for(size: dict[str, int], nbytes: int, itemsize: int) -> int:
     return max(1, -(-(nbytes - outside) // layer))
 
 
+def describe(folder: Path, index: dict[str, str], nbytes: int, config: dict[str, Any]) -> None:
+    """Write what lies beside the files of weights."""
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": nbytes}, "weight_map": index}))
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
 def write(folder: Path, device: str, gib: float, *, fp8: bool) -> int:
     """With random contents, wide enough that greedy tokens vary."""
     import torch
@@ -112,8 +118,7 @@ def write(folder: Path, device: str, gib: float, *, fp8: bool) -> int:
         if sum(tensor.nbytes for tensor in shard.values()) >= SHARD_NBYTES:
             flush()
     flush()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}))
-    (folder / "config.json").write_text(json.dumps(config_of(size, layers, fp8=fp8), indent=1))
+    describe(folder, index, total, config_of(size, layers, fp8=fp8))
     return total
 
 
@@ -157,8 +162,7 @@ def write_empty(folder: Path, gib: float) -> int:
         if at >= SHARD_NBYTES:
             flush()
     flush()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}))
-    (folder / "config.json").write_text(json.dumps(config_of(size, layers, fp8=False), indent=1))
+    describe(folder, index, total, config_of(size, layers, fp8=False))
     return total
 
 

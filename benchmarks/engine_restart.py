@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +69,7 @@ class Part:
     options: tuple[tuple[str, Any], ...] = ()
 
 
-def parts_for(engine: str, *, on_gpu: bool, small: bool, tall: bool) -> dict[str, Part]:
+def parts_for(engine: str, *, on_gpu: bool, small: bool) -> dict[str, Part]:
     gib = 8.0 if on_gpu and not small else 0.02
     fraction = "gpu_memory_utilization" if engine == "vllm" else "mem_fraction_static"
     sharded = "tensor_parallel_size" if engine == "vllm" else "tp_size"
@@ -77,7 +77,7 @@ def parts_for(engine: str, *, on_gpu: bool, small: bool, tall: bool) -> dict[str
     parts = {
         "bf16": Part(kind="bf16", gib=gib, title="bf16", beside=True, own=engine == "sglang" and on_gpu),
         "fp8": Part(kind="fp8", gib=gib, title="block-wise FP8"),
-        "large": Part(kind="large", gib=92.0 if tall else gib, title="large, bf16", options=most),
+        "large": Part(kind="large", gib=gib if small else 92.0, title="large, bf16", options=most),
         "tp2": Part(kind="bf16", gib=gib, title="bf16, two ranks", tp=2, options=((sharded, 2),)),
     }
     return parts if on_gpu else {"bf16": parts["bf16"], "tp2": parts["tp2"]}
@@ -346,19 +346,12 @@ class Bench:
     def chain(self, name: str, gpus: list[str]) -> None:
         chain = Chain(self, name, self.parts[name], gpus)
         try:
-            with self.harness.part(name), self.closed(chain):
+            with self.harness.part(name), contextlib.closing(chain):
                 chain.run()
         finally:
             with self.given_back:
                 self.idle += gpus
                 self.given_back.notify_all()
-
-    @contextlib.contextmanager
-    def closed(self, chain: Chain) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            chain.close()
 
     def set_targets(self) -> None:
         checks = [row for row in self.report.rows if row["kind"] == "check" and row["passed"] is not None]
@@ -428,7 +421,7 @@ def main() -> None:
     options = args.parse_args()
     on_gpu = options.device != "cpu"
     gpus = visible_gpus() if on_gpu else []
-    parts = parts_for(options.engine, on_gpu=on_gpu, small=options.quick, tall=on_gpu and not options.quick)
+    parts = parts_for(options.engine, on_gpu=on_gpu, small=options.quick)
     wanted = options.parts.split(",") if options.parts else [name for name, part in parts.items() if part.tp <= max(1, len(gpus))]
     chosen = {name: parts[name] for name in wanted}
     _cuda_harness.run(

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-__all__ = ["Count", "allocator_nbytes", "growth_of", "note_growth"]
+__all__ = ["Count", "OwnMemory", "allocator_nbytes", "growth_of", "note_growth"]
 
 Count = Literal["allocated", "reserved"]
 """Bytes of blocks that tensors lie in, or of all memory that the allocator took from the device."""
@@ -36,6 +36,22 @@ def allocator_nbytes(device: str, *, collect: bool = True) -> dict[Count, int]:
     with torch.cuda.device(where):
         torch.cuda.empty_cache()
     return {"allocated": torch.cuda.memory_allocated(where), "reserved": torch.cuda.memory_reserved(where)}
+
+
+class OwnMemory:
+    """What torch's allocator has taken in this process since this was made; nothing where that is no CUDA device.
+
+    Args:
+        device: As torch names it.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._before = allocator_nbytes(device, collect=False)
+
+    def nbytes(self, count: Count) -> int:
+        """Until now, in bytes."""
+        return allocator_nbytes(self._device, collect=False)[count] - self._before[count] if self._before else 0
 
 
 def note_growth(module: nn.Module, before: dict[Count, int], device: str) -> None:

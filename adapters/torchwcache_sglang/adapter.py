@@ -25,7 +25,7 @@ from torchwcache.engine_memory import allocator_nbytes, note_growth
 from torchwcache.errors import BuildError, CheckpointError, WeightCacheError
 from torchwcache.identity.checkpoint import CheckpointFiles
 from torchwcache.identity.code import tree_code_fields
-from torchwcache.module.construct import parameters_on_meta
+from torchwcache.module.construct import build_without_weights
 from torchwcache.module.graph import type_name
 from torchwcache_sglang.canonical import plain, resolved_path, without_itself
 from torchwcache_sglang.context import environment_names, option, parallel_layout, resolved_options
@@ -200,17 +200,8 @@ class SGLangAdapter:
 
     def build(self, cfg: ModelConfig) -> tuple[nn.Module, str]:
         """Build on meta, within SGLang's contexts; where a model computes with tensors of its own, only the parameters."""
-        try:
-            return self._built(torch.device("meta")), "meta"
-        except _FAILURES as first:
-            try:
-                with parameters_on_meta():
-                    return self._built(torch.device(self.device_config.device)), "parameters-meta"
-            except _FAILURES:
-                raise BuildError(
-                    f"SGLang's model for {self.model_config.model_path} cannot be built without its weights: "
-                    f"{type(first).__name__}: {first}"
-                ) from first
+        what = f"SGLang's model for {self.model_config.model_path}"
+        return build_without_weights(self._built, torch.device(self.device_config.device), failures=_FAILURES, what=what)
 
     def _built(self, device: torch.device) -> nn.Module:
         from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model

@@ -9,8 +9,8 @@ from sglang.srt.model_loader.loader import BaseModelLoader
 from torch import nn
 
 from torchwcache.attachment import Attachment
-from torchwcache.engine import EngineOptions, OneRank, ProcessGroupRanks, RankGroup, RankStart
-from torchwcache.engine_memory import allocator_nbytes
+from torchwcache.engine import EngineOptions, OneRank, ProcessGroupRanks, RankGroup, attach_rank
+from torchwcache.engine_memory import OwnMemory
 from torchwcache_sglang import leases
 from torchwcache_sglang.adapter import SGLangAdapter, model_config_for
 from torchwcache_sglang.memory import baseline_nbytes, static_fraction
@@ -50,17 +50,12 @@ class CacheLoader(BaseModelLoader):  # type: ignore[misc]
         cfg = model_config_for(model_config, device, options=self.options)
         group = _ranks(cfg.role.value == "draft", self.options.timeout_s + _SLOWEST_RANK_S)
         adapter = SGLangAdapter(self.inner, model_config, device_config)
-        before = allocator_nbytes(cfg.device, collect=False)
-        start = RankStart(cfg, adapter, self.options, group, say=logger.info)
-        attachment = self.attachment = start.finish()
+        own = OwnMemory(cfg.device)
+        attachment = self.attachment = attach_rank(cfg, adapter, self.options, group, say=logger.info)
         report = attachment.report
         shared = report.source != "disk" or report.published
         leases.remember(shared="shared" in group.exchange("shared" if shared else "private", "what is shared"))
-        if before:
-            own = allocator_nbytes(cfg.device, collect=False)["reserved"] - before["reserved"]
-            self.baseline_nbytes = baseline_nbytes(attachment, own, static_fraction())
-        elif report.source == "cache":
-            self.baseline_nbytes = report.mapped_nbytes
+        self.baseline_nbytes = baseline_nbytes(attachment, own.nbytes("reserved"), static_fraction())
         self.preloaded_weights_bytes = max(0, self.baseline_nbytes)
         return attachment.model
 

@@ -15,10 +15,10 @@ from torch import nn
 from torchwcache.adapter import CaptureRules, Description, LoadContext, LoadResult
 from torchwcache.config import ModelConfig, Role
 from torchwcache.engine_memory import allocator_nbytes, note_growth
-from torchwcache.errors import BuildError, CheckpointNotFoundError, RebindError
+from torchwcache.errors import CheckpointNotFoundError, RebindError
 from torchwcache.identity.checkpoint import CheckpointFiles
 from torchwcache.identity.code import tree_code_fields
-from torchwcache.module.construct import parameters_on_meta
+from torchwcache.module.construct import build_without_weights
 from torchwcache.module.graph import children, is_leaf, type_name
 from torchwcache_vllm.identity import config_fields, variables
 from torchwcache_vllm.registries import Registered, Registries
@@ -113,14 +113,9 @@ class VLLMAdapter:
         Raises:
             BuildError: The model class cannot be built without its weights.
         """
-        try:
-            return self._built(torch.device("meta")), "meta"
-        except Exception as first:  # whatever the model's own code raises when a value is not there
-            try:
-                with parameters_on_meta():
-                    return self._built(torch.device(cfg.device)), "parameters-meta"
-            except Exception:
-                raise BuildError(f"vLLM's model of {cfg.checkpoint} cannot be built without its weights: {first}") from first
+        what = f"vLLM's model of {cfg.checkpoint}"
+        # Whatever the model's own code raises when a value is not there.
+        return build_without_weights(self._built, torch.device(cfg.device), failures=(Exception,), what=what)
 
     def _built(self, device: torch.device) -> nn.Module:
         from vllm.model_executor.model_loader.utils import initialize_model

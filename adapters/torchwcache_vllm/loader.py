@@ -19,10 +19,11 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from torchwcache.config import Mode, ModelConfig, Role
 from torchwcache.engine import EngineOptions, RankStart
+from torchwcache.engine_memory import OwnMemory
 from torchwcache.errors import RefusedError
 from torchwcache_vllm.adapter import Stage, VLLMAdapter
 from torchwcache_vllm.guards import guard, refusal_of, refuse_write
-from torchwcache_vllm.memory import OwnMemory, charge_later, external_nbytes, not_counted_nbytes
+from torchwcache_vllm.memory import charge_later, counted_by_vllm, external_nbytes, not_counted_nbytes
 from torchwcache_vllm.ranks import parallelism, ranks_of
 from torchwcache_vllm.versions import OLDEST, parse, seam_problems, version_note
 
@@ -88,7 +89,7 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
             start.adapter.put_off = False  # type: ignore[attr-defined]
             return 0
         assert start.attachment is not None
-        return external_nbytes(start.attachment, own.nbytes())
+        return external_nbytes(start.attachment, own.nbytes(counted_by_vllm()))
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
         """Attach or load; all ranks do the same."""
@@ -99,13 +100,14 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
                 model: nn.Module = loader.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
                 return model
             _starts.pop((id(model_config), prefix), None)
-            own = OwnMemory(start.cfg.device)
+            charged_before = start.cfg.device == "cpu" or start.adapter.put_off  # type: ignore[attr-defined]
+            own = None if charged_before else OwnMemory(start.cfg.device)
             attachment = start.finish()
             # Memory has been charged for a hit by now: what fails here stops the start, instead of loading beside what is mapped.
             start.adapter.process(start.cfg, attachment.model)  # type: ignore[attr-defined]
         guard(attachment)
-        if start.cfg.device != "cpu" and not start.adapter.put_off:  # type: ignore[attr-defined]
-            charge_later(not_counted_nbytes(attachment, own.nbytes()))
+        if own is not None:
+            charge_later(not_counted_nbytes(attachment, own.nbytes(counted_by_vllm())))
         return attachment.model.eval()
 
     def _start(self, vllm_config: Any, model_config: Any, prefix: str) -> RankStart | None:

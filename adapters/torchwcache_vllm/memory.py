@@ -13,9 +13,9 @@ import sys
 from typing import Any
 
 from torchwcache.attachment import Attachment
-from torchwcache.engine_memory import Count, allocator_nbytes, growth_of
+from torchwcache.engine_memory import Count, growth_of
 
-__all__ = ["OwnMemory", "charge_later", "correct_start_check", "external_nbytes", "not_counted_nbytes", "requested_beside"]
+__all__ = ["charge_later", "correct_start_check", "counted_by_vllm", "external_nbytes", "not_counted_nbytes", "requested_beside"]
 
 _MARK = "_torchwcache_external"
 _later: list[int] = []
@@ -64,29 +64,12 @@ def requested_beside(external: int, snapshot: Any, cache_config: Any) -> int:
     return int(requested)
 
 
-class OwnMemory:
-    """What torch's allocator has taken in this process since this was made, in bytes, as vLLM counts it by itself.
-
-    Args:
-        device: As torch names it.
-    """
-
-    def __init__(self, device: str) -> None:
-        self._device = device
-        self._before = allocator_nbytes(device, collect=False)
-
-    def nbytes(self) -> int:
-        """Until now."""
-        count = counted_by_vllm()
-        return allocator_nbytes(self._device, collect=False)[count] - self._before[count] if self._before else 0
-
-
 def external_nbytes(attachment: Attachment, own: int) -> int:
     """What vLLM is to count for weights that are mapped: what it would have counted had it loaded them, in bytes.
 
     Args:
         attachment: To mapped weights.
-        own: What it counts by itself, of the copies that this attachment has; see :class:`OwnMemory`.
+        own: What it counts by itself, of the copies that this attachment has; see ``torchwcache.engine_memory.OwnMemory``.
     """
     taken = growth_of(attachment.model, counted_by_vllm())
     return attachment.report.mapped_nbytes if taken is None else max(0, taken - own)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchwcache import engine_memory
 from torchwcache.adapter import LoadResult
 from torchwcache.config import ModelConfig, Role
 from torchwcache.errors import FingerprintError, NotAFunctionOfCheckpointError, RebindError, RefusedError
@@ -342,10 +343,10 @@ def test_a_start_is_charged_what_the_load_took(asks: bool) -> None:
 
 def test_what_this_process_takes_is_counted_as_vllm_counts(asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = iter([{"allocated": 5, "reserved": 20}, {"allocated": 7, "reserved": 60}])
-    monkeypatch.setattr(memory, "allocator_nbytes", lambda device, collect: next(counts))
-    assert memory.OwnMemory("cuda:0").nbytes() == (40 if asks else 2)
-    monkeypatch.setattr(memory, "allocator_nbytes", lambda device, collect: {})
-    assert memory.OwnMemory("cpu").nbytes() == 0
+    monkeypatch.setattr(engine_memory, "allocator_nbytes", lambda device, collect: next(counts))
+    assert engine_memory.OwnMemory("cuda:0").nbytes(memory.counted_by_vllm()) == (40 if asks else 2)
+    monkeypatch.setattr(engine_memory, "allocator_nbytes", lambda device, collect: {})
+    assert engine_memory.OwnMemory("cpu").nbytes(memory.counted_by_vllm()) == 0
 
 
 class Kernel:

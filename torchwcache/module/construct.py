@@ -208,6 +208,30 @@ def parameters_on_meta() -> Iterator[None]:
                 nn.Module.register_parameter = _patch[0]  # type: ignore[method-assign]
 
 
+def build_without_weights(
+    build: Callable[[torch.device], nn.Module], device: torch.device, *, failures: tuple[type[Exception], ...], what: str
+) -> tuple[nn.Module, str]:
+    """Build an engine's module on meta, or where it computes with tensors of its own, with nothing but its parameters on meta.
+
+    Args:
+        build: Makes the module with that device as the default one.
+        device: Where tensors are real when the meta device does not do.
+        failures: What the engine's code raises for a value that is not there.
+        what: The model, for the error.
+
+    Raises:
+        BuildError: It cannot be built either way.
+    """
+    try:
+        return build(torch.device("meta")), "meta"
+    except failures as first:
+        try:
+            with parameters_on_meta():
+                return build(device), "parameters-meta"
+        except failures:
+            raise BuildError(f"{what} cannot be built without its weights: {type(first).__name__}: {first}") from first
+
+
 def materialize(
     module: nn.Module, allocate: Callable[[int], torch.Tensor], expect: Callable[[Iterable[int]], None] = lambda sizes: None
 ) -> list[str]:
