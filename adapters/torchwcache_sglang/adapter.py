@@ -152,7 +152,8 @@ class SGLangAdapter:
             # Quantized while loading: no checkpoint says so, the option does.
             method = self.model_config.quantization
             return None if method is None else {"quant_method": str(method)}
-        return config if isinstance(config, Mapping) else config.to_dict()
+        stated: Mapping[str, Any] = without_itself(config if isinstance(config, Mapping) else config.to_dict())
+        return stated
 
     def _files(self, module: nn.Module) -> CheckpointFiles:
         """What the loader is going to open, as it says itself; and what decides how it reads that."""

@@ -60,6 +60,7 @@ KINDS = {
     "tied": ("Llama", {"tie_word_embeddings": True}),
     "moe": ("Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}),
     "mla": ("DeepseekV3", _MLA),
+    "blocks": ("Qwen3", {"head_dim": 64, "dtype": "bfloat16"}),  # all of whose linears are whole blocks of 128 by 128
 }
 """Name to the model's family in Transformers, and what its config has beyond the common sizes."""
 
@@ -73,6 +74,29 @@ def without(original: Path, folder: Path, *names: str) -> Path:
     for name in names:
         del tensors[name]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def block_fp8(original: Path, folder: Path) -> Path:
+    """A copy whose layers are float8_e4m3fn with one float32 scale for each 128 by 128 values, as DeepSeek-V3's checkpoints are."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(original, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, weight in list(tensors.items()):
+        if ".layers." not in name or weight.dim() != 2:
+            continue
+        rows, columns = weight.shape
+        blocks = weight.float().view(rows // 128, 128, columns // 128, 128)
+        scale = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+        tensors[name] = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn).view(rows, columns)
+        tensors[f"{name}_scale_inv"] = scale
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((original / "config.json").read_text())
+    stated = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    config["quantization_config"] = {**stated, "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

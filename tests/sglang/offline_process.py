@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 
-def set_up(model: str, **options: Any) -> Any:
+def set_up(model: str, *, dtype: str = "float32", **options: Any) -> Any:
     """What SGLang's scheduler does before it asks for a loader; returns the model's config."""
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
@@ -26,7 +26,7 @@ def set_up(model: str, **options: Any) -> Any:
 
     load_plugins()
     arguments = ServerArgs(
-        model_path=model, device="cpu", attention_backend="torch_native", dtype="float32", skip_tokenizer_init=True, **options
+        model_path=model, device="cpu", attention_backend="torch_native", dtype=dtype, skip_tokenizer_init=True, **options
     )
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     initialize_moe_config()
@@ -34,7 +34,7 @@ def set_up(model: str, **options: Any) -> Any:
     init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo", distributed_init_method=rendezvous)
     initialize_model_parallel()
     initialize_dp_attention(arguments)
-    return ModelConfig(model, dtype="float32")
+    return ModelConfig(model, dtype=dtype)
 
 
 def loader_for(config: Any, extra: Any = "{}", **changes: Any) -> Any:
@@ -59,14 +59,32 @@ def adapter_of(loader: Any, config: Any) -> Any:
     return SGLangAdapter(loader.inner, config, DeviceConfig("cpu", 0))
 
 
+def block_fp8(model: str) -> dict[str, Any]:
+    """``parity`` for block-wise FP8, as on a GPU: what SGLang does after loading on a CPU needs AMX, which few machines have.
+
+    The config is as SGLang 0.5.17 leaves it once a model was built: it holds itself. Newer releases put that into a copy.
+    """
+    from sglang.srt.layers.quantization import fp8
+
+    fp8._is_cpu = False
+    config = set_up(model, dtype="bfloat16")
+    stated = config.hf_config.quantization_config
+    stated.update(hf_config=config.hf_config, packed_modules_mapping={"qkv_proj": ["q_proj", "k_proj", "v_proj"]})
+    return compared(config)
+
+
 def parity(model: str) -> dict[str, Any]:
     """Load through the cache and past it, in one process, and compare everything."""
+    return compared(set_up(model))
+
+
+def compared(config: Any) -> dict[str, Any]:
+    """What is loaded through the cache, and how it differs from what is loaded past it."""
     from torchwcache.adapter import CaptureRules
     from torchwcache.module.parity import compare_modules
     from torchwcache.module.reachability import find_meta_tensors
     from torchwcache_sglang.registries import Registries
 
-    config = set_up(model)
     loader = loader_for(config)
     cached = load(loader, config)
     with Registries().apart():
@@ -84,6 +102,7 @@ def parity(model: str) -> dict[str, Any]:
         "tensors": report.tensors,
         "meta": find_meta_tensors(cached),
         "changed": changed,
+        "dtypes": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in cached.parameters()}),
         "mapped": attachment.report.mapped_nbytes,
         "copied": attachment.report.copied_nbytes,
         "preloaded": loader.preloaded_weights_bytes,
@@ -259,6 +278,7 @@ def seams(model: str) -> dict[str, Any]:
 
 _SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     "parity": parity,
+    "block_fp8": block_fp8,
     "roles": roles,
     "unwritten": unwritten,
     "draft_without_embedding": draft_without_embedding,

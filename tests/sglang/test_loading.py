@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import eagle, without
+from checkpoints import block_fp8, eagle, without
 from sglang_running import offline
 
 pytestmark = pytest.mark.timeout(400)
@@ -29,6 +29,18 @@ def test_what_is_attached_is_what_sglangs_own_loader_makes(cache: Any, checkpoin
     assert second["preloaded"] == second["mapped"] > 1_000_000
     if kind == "mla":
         assert {"w_kc", "w_vc"} <= set(second["plain"])
+
+
+def test_block_wise_fp8_is_attached_as_sglangs_own_loader_makes_it(cache: Any, checkpoints: Path, tmp_path: Path) -> None:
+    """Also where the config holds itself, which is how SGLang 0.5.17 leaves it."""
+    env = cache.environment(TORCHWCACHE_MODE="daemon")
+    model = str(block_fp8(checkpoints / "blocks", tmp_path / "fp8"))
+    first, second = (offline(env, "block_fp8", model=model) for _ in range(2))
+    assert (first["source"], first["published"], second["source"]) == ("disk", True, "cache")
+    for found in (first, second):
+        assert found["dtypes"] == ["bfloat16", "float32", "float8_e4m3fn"]
+        assert (found["differences"], found["meta"], found["changed"]) == ([], [], "")
+    assert second["preloaded"] == second["mapped"] > 1_000_000
 
 
 @pytest.mark.parametrize(
