@@ -200,8 +200,10 @@ def _priority(machine: Mapping[str, Any]) -> str:
 
 
 def command(result: Mapping[str, Any]) -> str:
-    parts = ["python", f"benchmarks/{result['benchmark']}.py", result.get("options", {}).get("engine")]
-    return " ".join([*filter(None, parts), *([] if result["complete"] else ["--quick"])])
+    options = result.get("options", {})
+    parts = ["python", f"benchmarks/{result['benchmark']}.py", options.get("engine")]
+    chosen = ["--parts", ",".join(options["parts"])] if options.get("parts") else []
+    return " ".join([*filter(None, parts), *chosen, *([] if result["complete"] else ["--quick"])])
 
 
 def replace_section(page: str, name: str, text: str) -> str:

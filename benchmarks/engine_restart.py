@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -402,14 +402,24 @@ first one on its machine**: it compiles kernels and reads the engine's packages 
 saves is in the column *Weights*. Parts ran side by side, each on GPUs of its own."""
 
 
+def suffix_of(engine: str, parts: Collection[str]) -> str:
+    """Of a result's name: a run of some parts only does not replace the one of all, or of all that one GPU is enough for."""
+    usual = {name for name, part in parts_for(engine, on_gpu=True, small=False).items() if part.tp == 1}
+    return "_".join(["", engine, *([] if usual <= set(parts) else parts)])
+
+
 def sections(result: dict[str, Any]) -> str:
-    title = {"vllm": "Starts of vLLM", "sglang": "Starts of SGLang"}[result["options"]["engine"]]
+    options = result["options"]
+    title = {"vllm": "Starts of vLLM", "sglang": "Starts of SGLang"}[options["engine"]]
+    if suffix_of(options["engine"], options["parts"]) != f"_{options['engine']}":
+        title += f", only {' and '.join(options['parts'])}"
     by_part = sorted(result["rows"], key=lambda row: row.get("part", ""))  # they were running side by side
     return _report.section({**result, "rows": by_part}, title=title, text=TEXT, tables=TABLES)
 
 
 def write_docs(result: dict[str, Any], page: Path = _report.PAGE) -> None:
-    name = f"{NAME}_{result['options']['engine']}"
+    options = result["options"]
+    name = NAME + suffix_of(options["engine"], options["parts"])
     page.write_text(_report.replace_section(page.read_text(), name, sections(result)))
 
 
@@ -426,7 +436,7 @@ def main() -> None:
     chosen = {name: parts[name] for name in wanted}
     _cuda_harness.run(
         NAME, options, lambda harness: Bench(harness, options.engine, chosen, gpus, options.logs).run(), TABLES, write_docs,
-        suffix=f"_{options.engine}", engine=options.engine, parts=wanted,
+        suffix=suffix_of(options.engine, wanted), engine=options.engine, parts=wanted,
     )  # fmt: skip
 
 

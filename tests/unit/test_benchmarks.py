@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_result_from_a_gpu_names_it(name: str, imported: Any, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# Benchmarks\n")
-    options = {"engine": "vllm"} if name == "engine_restart" else {}
+    options = {"engine": "vllm", "parts": ["fp8"]} if name == "engine_restart" else {}
     result = {**RESULT, "benchmark": name, "options": options, "machine": {**RESULT["machine"], "gpu": GPU}, "rows": WATERFALL}
     imported(name).write_docs(result, page)
     once = page.read_text()
@@ -116,6 +117,18 @@ def test_a_result_from_a_gpu_names_it(name: str, imported: Any, tmp_path: Path) 
     assert f"python benchmarks/{name}.py" in once
     imported(name).write_docs(result, page)
     assert page.read_text() == once
+
+
+def test_a_run_of_some_parts_stands_beside_the_one_of_all(imported: Any, tmp_path: Path) -> None:
+    script = imported("engine_restart")
+    page = tmp_path / "page.md"
+    page.write_text("")
+    for parts in (["bf16", "tp2", "fp8", "large"], ["fp8"]):
+        options = {"engine": "sglang", "parts": parts}
+        script.write_docs({**RESULT, "benchmark": "engine_restart", "options": options, "rows": []}, page)
+    said = page.read_text()
+    assert re.findall("^## (.*)$", said, re.MULTILINE) == ["Starts of SGLang", "Starts of SGLang, only fp8"]
+    assert "engine_restart.py sglang --parts fp8`" in said
 
 
 @pytest.mark.parametrize("name", GPU_SCRIPTS)
