@@ -36,7 +36,7 @@ from torchwcache.module.normal_tensors import normal_tensors
 from torchwcache.module.one_at_a_time import one_at_a_time
 from torchwcache.module.rebind import rebind
 from torchwcache.producing import Production
-from torchwcache.production import UNUSABLE, Heartbeat, attach_from_disk, make_room, needed_nbytes
+from torchwcache.production import UNUSABLE, Heartbeat, attach_from_disk, make_room, module_nbytes, needed_nbytes
 from torchwcache.quantization.registry import check_config
 from torchwcache.wire.descriptors import widen_table
 from torchwcache.wire.messages import Attach, Hit, Miss, OtherEntry, Produce, Refused, Waiting
@@ -220,8 +220,7 @@ class Attaching:
     def ask(self, fingerprint: Fingerprint, provisional: bool) -> tuple[Hit | Produce | Miss | Refused, list[int]]:
         """Connect if need be, and ask for the entry: one round trip, and the wait for another producer."""
         with self.report.phase("connect"):
-            if self.connection is None or self.connection.is_closed:
-                self.connection = connect_or_start(self.options.socket, start=self.options.start, timeout_s=_CONNECT_TIMEOUT_S)
+            connection = self.connected()
         request = Attach(
             key=fingerprint.hex,
             device=self.device_id,
@@ -241,7 +240,19 @@ class Attaching:
                 told = True
 
         with self.report.phase("wait"):
-            return self.connection.attach(request, on_waiting=on_waiting)
+            return connection.attach(request, on_waiting=on_waiting)
+
+    def connected(self) -> DaemonConnection:
+        """The connection, made anew where there is none."""
+        if self.connection is None or self.connection.is_closed:
+            self.connection = connect_or_start(self.options.socket, start=self.options.start, timeout_s=_CONNECT_TIMEOUT_S)
+        return self.connection
+
+    def weights_nbytes(self) -> int:
+        """Bytes of the weights of what is built here: of one rank's shard, where the checkpoint's files are those of all ranks."""
+        if not hasattr(self, "built"):
+            return 0  # nor could it be
+        return module_nbytes(self.built) or self.identity.nbytes
 
     # ---- hit -----------------------------------------------------------------------------------------------------------------
 
@@ -338,7 +349,7 @@ class Attaching:
                 )
             self.warn(f"the cached entry of {self.slot} differs: {text}; loading from disk")
         try:
-            make_room(self.connection_in_use(), self.memory, needed_nbytes(self.memory, self.identity.nbytes))
+            make_room(self.connection_in_use(), self.memory, needed_nbytes(self.memory, self.weights_nbytes()))
         except UNUSABLE as error:
             self.abort(reply.ticket, f"no memory: {error}")
             return self.unavailable(error)

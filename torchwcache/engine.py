@@ -31,12 +31,12 @@ from torchwcache.config import (
 )
 from torchwcache.daemon.supervisor import default_socket_path
 from torchwcache.engine_ranks import GridRanks, OneRank, ProcessGroupRanks, RankGroup
-from torchwcache.errors import ConfigError, MismatchError, RankError, WeightCacheError
+from torchwcache.errors import CheckpointChangedError, ConfigError, MismatchError, RankError, WeightCacheError
 from torchwcache.module.classes import ClassSnapshot
 from torchwcache.module.normal_tensors import normal_tensors
 from torchwcache.module.pack import SegmentWriter
 from torchwcache.producing import Production
-from torchwcache.production import UNUSABLE, Heartbeat, load_unpublished, make_room, needed_nbytes, serve_unpublished
+from torchwcache.production import UNUSABLE, Heartbeat, free_up, load_unpublished, make_room, needed_nbytes, serve_unpublished
 from torchwcache.wire.messages import Hit, Produce, Refused
 
 __all__ = ["EngineOptions", "GridRanks", "OneRank", "ProcessGroupRanks", "RankGroup", "RankStart", "attach_rank"]
@@ -184,6 +184,9 @@ class RankStart:
         self.why = ""
         """Why all ranks load without the cache; empty while they need not."""
         self.error: BaseException | None = None
+        self.evicted_nbytes = 0
+        """Bytes on this rank's device that nobody used, and that were evicted for this start."""
+        self._given_back_nbytes = 0
         self._decided = False
         self._stack = contextlib.ExitStack()
         self._heartbeat: Heartbeat | None = None
@@ -268,7 +271,8 @@ class RankStart:
             except (ConfigError, MismatchError):
                 raise
             except WeightCacheError as error:
-                if not refusable:
+                # A file that was touched meanwhile says nothing against what the engine loads by itself, only against sharing it.
+                if not refusable and not isinstance(error, CheckpointChangedError):
                     raise
                 attaching.refused(error)
         except _LoadInsteadError as instead:
@@ -300,6 +304,7 @@ class RankStart:
     def _let_go(self, why: str) -> None:
         """Give back lease and ticket: this rank loads as if there were no cache."""
         if self.attachment is not None:
+            self._given_back_nbytes = self.attachment.memory_nbytes  # the module that was built is of no use any more
             self.attachment.close()
             self.attachment = None
         if self.answer is not None:
@@ -349,6 +354,8 @@ class RankStart:
             self._give_hit_back(self.answer)
             self._step(self._make_room)
             self._agreed("room in memory")
+        if self.answer is None:
+            self.free_up(self._given_back_nbytes or attaching.weights_nbytes())
         with SegmentWriter(attaching.memory) as writer:
             if self.answer is None:  # without the cache, in all ranks
                 result = self._load_by_engine()
@@ -386,9 +393,24 @@ class RankStart:
             self.attaching.close_connection()
 
     def _make_room(self) -> None:
-        attaching = self.attaching
-        if attaching.connection is not None and not attaching.connection.is_closed:
-            make_room(attaching.connection, attaching.memory, needed_nbytes(attaching.memory, attaching.identity.nbytes))
+        # By this rank's own shard: what all ranks load together may be larger than any device.
+        memory = self.attaching.memory
+        self.evicted_nbytes += make_room(self.attaching.connected(), memory, self.needed_nbytes())
+
+    def needed_nbytes(self) -> int:
+        """Bytes of this rank's device that a load and a publish take."""
+        return needed_nbytes(self.attaching.memory, self.attaching.weights_nbytes())
+
+    def free_up(self, nbytes: int, free: Callable[[], int] | None = None) -> None:
+        """Evict what nobody uses on this rank's device until ``nbytes`` are free, if that can be had so. Never raises for it.
+
+        Args:
+            nbytes: How many the engine wants.
+            free: How many are free by the engine's own count.
+        """
+        if self.attachment is None and self.answer is not None:
+            self._give_hit_back(self.answer)
+        self.evicted_nbytes += free_up(self.attaching.options.socket, self.attaching.memory, nbytes, free)
 
     def _finish_content(self) -> None:
         if not self.why and self.error is None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from torchwcache.adapter import Adapter, Description, LoadContext, LoadResult
 from torchwcache.adapters import adapter_for
@@ -23,6 +24,7 @@ from torchwcache.errors import (
     SegmentError,
     SegmentMemoryError,
     UnsupportedQuantizationError,
+    WeightCacheError,
 )
 from torchwcache.identity.fingerprint import Fingerprint
 from torchwcache.manifest import Manifest, encode_manifest
@@ -33,12 +35,11 @@ from torchwcache.module.classes import ClassSnapshot
 from torchwcache.module.one_at_a_time import one_at_a_time
 from torchwcache.module.pack import SegmentWriter, pack
 from torchwcache.quantization.registry import check_tensors
+from torchwcache.wire.client import DaemonConnection
 from torchwcache.wire.messages import Commit, Hit
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from torchwcache.wire.client import DaemonConnection
 
 __all__ = [
     "REFUSALS",
@@ -49,8 +50,10 @@ __all__ = [
     "capture_module",
     "check_publishable",
     "finish",
+    "free_up",
     "load_unpublished",
     "make_room",
+    "module_nbytes",
     "needed_nbytes",
     "publish_module",
     "refusal_kind",
@@ -159,33 +162,81 @@ class Heartbeat:
         self._thread.join()
 
 
-def make_room(connection: DaemonConnection, memory: Memory, nbytes: int) -> None:
+def make_room(connection: DaemonConnection, memory: Memory, nbytes: int) -> int:
     """See to it that ``nbytes`` can be allocated, evicting unleased entries where that helps.
+
+    Returns:
+        Bytes of what was evicted.
 
     Raises:
         SegmentMemoryError: There is not enough memory, whatever is evicted.
     """
     available = memory.available_nbytes()
     if available >= nbytes:
-        return
-    freed = connection.make_room(memory.device_id, nbytes=nbytes - available)
-    if freed.freed:
-        logger.info("evicted %d unleased entries (%d bytes) to make room", len(freed.freed), freed.nbytes)
-    # A GPU's driver gives memory back a little after the last descriptor was closed.
-    deadline = time.monotonic() + (_FREED_WITHIN_S if freed.freed else 0.0)
-    while (available := memory.available_nbytes()) < nbytes and time.monotonic() < deadline:
-        time.sleep(0.01)
+        return 0
+    evicted, available = _evict(connection, memory, nbytes, available, memory.available_nbytes)
     if available < nbytes:
         raise SegmentMemoryError(
             f"{nbytes} bytes are needed to publish and {available} are available on {memory.device_id}; nothing was published",
             nbytes=nbytes,
             available=available,
         )
+    return evicted
 
 
-def needed_nbytes(memory: Memory, checkpoint_nbytes: int) -> int:
+def free_up(socket: str, memory: Memory, nbytes: int, free: Callable[[], int] | None = None) -> int:
+    """Evict unleased entries until ``nbytes`` are free, if that is enough for it. For what is not published; never raises for it.
+
+    Args:
+        socket: The daemon's. None is started.
+        memory: Where.
+        nbytes: How many are wanted.
+        free: How many are free, where somebody else's count matters; ``memory.available_nbytes`` otherwise.
+
+    Returns:
+        Bytes of what was evicted.
+    """
+    free = memory.available_nbytes if free is None else free
+    if (available := free()) >= nbytes:
+        return 0
+    try:
+        with DaemonConnection.connect(socket) as connection:
+            entries = [entry for entry in connection.entries() if entry.device == memory.device_id]
+            idle = sum(entry.nbytes for entry in entries if not entry.leases)
+            if available + idle >= nbytes:
+                return _evict(connection, memory, nbytes, available, free)[0]
+            if entries:
+                logger.warning(
+                    "%d bytes are wanted on %s and %d are free; of the cache's entries there, %d bytes are in use and %d are not, "
+                    "which is not enough. See `torchwcache status`",
+                    nbytes, memory.device_id, available, sum(entry.nbytes for entry in entries) - idle, idle,
+                )  # fmt: skip
+    except (WeightCacheError, OSError) as error:
+        logger.debug("nothing was evicted: %s", error)
+    return 0
+
+
+def _evict(connection: DaemonConnection, memory: Memory, nbytes: int, available: int, free: Callable[[], int]) -> tuple[int, int]:
+    """Bytes of what was evicted, and how many are free then."""
+    evicted = connection.make_room(memory.device_id, nbytes=nbytes - available)
+    if evicted.freed:
+        logger.info("evicted %d unleased entries (%d bytes) to make room", len(evicted.freed), evicted.nbytes)
+    # A GPU's driver gives memory back a little after the last descriptor was closed.
+    deadline = time.monotonic() + (_FREED_WITHIN_S if evicted.freed else 0.0)
+    while (available := free()) < nbytes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return evicted.nbytes, available
+
+
+def needed_nbytes(memory: Memory, weights_nbytes: int) -> int:
     """What a load and a publish take: the weights, and one segment beside them."""
-    return checkpoint_nbytes + memory.segment_nbytes(checkpoint_nbytes)
+    return weights_nbytes + memory.segment_nbytes(weights_nbytes)
+
+
+def module_nbytes(module: nn.Module) -> int:
+    """Bytes of a module's parameters and buffers, meta ones too: each tensor once, and nothing for those without a shape yet."""
+    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    return sum(tensor.nbytes for tensor in tensors.values() if not is_lazy(tensor))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,18 @@ from torchwcache.attachment import Attachment
 from torchwcache.cache import DaemonCache
 from torchwcache.config import Mode, ModelConfig, Parallelism, Policy
 from torchwcache.engine import EngineOptions, GridRanks, OneRank, ProcessGroupRanks, RankStart, attach_rank
-from torchwcache.errors import ConfigError, DaemonUnavailable, MismatchError, RankError, RebindError, RefusedError
+from torchwcache.errors import (
+    CheckpointChangedError,
+    ConfigError,
+    DaemonUnavailable,
+    MismatchError,
+    RankError,
+    RebindError,
+    RefusedError,
+)
+from torchwcache.identity.checkpoint import CheckpointIdentity
+from torchwcache.memory.host import HostMemory
+from torchwcache.wire.client import DaemonConnection
 from torchwcache_nn import NNAdapter
 
 RANKS = 3
@@ -228,6 +239,96 @@ def test_a_refusal_in_one_rank_is_remembered_and_ends_the_cache_for_all(engine):
     strict = engine(on_refused="error")
     assert [type(item) for item in strict.start()] == [RankError, RankError, RefusedError]
     assert strict.loads == [0] * RANKS
+
+
+def test_room_is_made_for_a_shard_and_not_for_the_checkpoint_of_all_ranks(engine, monkeypatch):
+    """What many ranks load together is larger than any device."""
+    monkeypatch.setattr(CheckpointIdentity, "nbytes", property(lambda identity: 1 << 50))
+    results = engine().start()
+    assert sources(results) == [("disk", True)] * RANKS
+    close(results)
+
+
+@pytest.fixture
+def full_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[int]]:
+    """Each rank's memory is full until something is evicted for this rank; gives the ranks that asked, as numbers of threads."""
+    asked: set[int] = set()
+    available, make_room = HostMemory.available_nbytes, DaemonConnection.make_room
+
+    def evict(connection: DaemonConnection, device: str, *, nbytes: int) -> Any:
+        asked.add(threading.get_ident())
+        return make_room(connection, device, nbytes=nbytes)
+
+    def fill() -> set[int]:
+        monkeypatch.setattr(DaemonConnection, "make_room", evict)
+        monkeypatch.setattr(
+            HostMemory, "available_nbytes", lambda memory: available(memory) if threading.get_ident() in asked else 0
+        )
+        return asked
+
+    return fill
+
+
+def test_a_rank_that_gave_its_hit_back_makes_room_too(engine, daemon, full_memory):
+    first = engine().start()
+    close(first)
+    DaemonCache(daemon.socket, start=False).evict(first[1].report.fingerprint)
+    asked = full_memory()
+    results = engine().start()
+    assert len(asked) == RANKS
+    assert sources(results) == [("disk", True)] * RANKS
+    close(results)
+
+
+def test_what_nobody_uses_makes_room_for_a_load_without_the_cache(engine, daemon, full_memory):
+    close(engine().start())
+    broken = engine()
+
+    def fail(module: nn.Module) -> None:
+        broken.adapters[1].on_prepare = lambda module: None
+        raise RebindError("does not fit", problems=[("linear", "is something else here")])
+
+    broken.adapters[1].on_prepare = fail
+    asked = full_memory()
+    results = broken.start()
+    assert sources(results) == [("disk", False)] * RANKS
+    assert asked
+    assert DaemonCache(daemon.socket, start=False).entries() == ()
+    close(results)
+
+
+def test_nothing_is_evicted_in_vain(engine, daemon, monkeypatch):
+    close(engine().start())
+    cache = DaemonCache(daemon.socket, start=False)
+    before = len(cache.entries())
+    start = RankStart(ModelConfig("-", build=Net, adapter="nn"), NNAdapter(), engine().options)
+    start.free_up(1 << 50)
+    assert (start.evicted_nbytes, len(cache.entries())) == (0, before)
+    monkeypatch.setattr(HostMemory, "available_nbytes", lambda memory: 0)
+    start.free_up(1)
+    assert start.evicted_nbytes > 0
+    assert len(cache.entries()) < before
+
+
+def touch(checkpoint: Path) -> None:
+    """Change the file's stat and not its content, as a backup by hard links does."""
+    other = checkpoint.with_name("other")
+    other.hardlink_to(checkpoint)
+    other.unlink()
+
+
+def test_a_checkpoint_that_is_touched_while_it_is_loaded_is_served_unpublished(engine, checkpoint):
+    touched = engine()
+    touched.adapters[1].on_load = lambda module: touch(checkpoint)
+    results = touched.start()
+    assert [result.report.published for result in results].count(False) >= 1
+    assert "CheckpointChangedError" in "".join("".join(result.report.warnings) for result in results)
+    assert {source for source, _ in sources(results)} == {"disk"}
+    assert len({tuple(item.model(torch.ones(16)).tolist()) for item in results}) == 1
+    close(results)
+    strict = engine(on_refused="error")
+    strict.adapters[1].on_load = lambda module: touch(checkpoint)
+    assert CheckpointChangedError in [type(item) for item in strict.start()]
 
 
 def test_no_daemon(checkpoint, private_socket):
