@@ -9,7 +9,7 @@ from sglang.srt.model_loader.loader import BaseModelLoader
 from torch import nn
 
 from torchwcache.attachment import Attachment
-from torchwcache.engine import EngineOptions, OneRank, ProcessGroupRanks, RankGroup, attach_rank
+from torchwcache.engine import EngineOptions, OneRank, ProcessGroupRanks, RankGroup, RankStart
 from torchwcache.engine_memory import OwnMemory
 from torchwcache_sglang import leases
 from torchwcache_sglang.adapter import SGLangAdapter, model_config_for
@@ -51,11 +51,12 @@ class CacheLoader(BaseModelLoader):  # type: ignore[misc]
         group = _ranks(cfg.role.value == "draft", self.options.timeout_s + _SLOWEST_RANK_S)
         adapter = SGLangAdapter(self.inner, model_config, device_config)
         own = OwnMemory(cfg.device)
-        attachment = self.attachment = attach_rank(cfg, adapter, self.options, group, say=logger.info)
+        start = RankStart(cfg, adapter, self.options, group, say=logger.info)
+        attachment = self.attachment = start.finish()
         report = attachment.report
         shared = report.source != "disk" or report.published
         leases.remember(shared="shared" in group.exchange("shared" if shared else "private", "what is shared"))
-        self.baseline_nbytes = baseline_nbytes(attachment, own.nbytes("reserved"), static_fraction())
+        self.baseline_nbytes = baseline_nbytes(attachment, own.nbytes("reserved"), static_fraction(), start.evicted_nbytes)
         self.preloaded_weights_bytes = max(0, self.baseline_nbytes)
         return attachment.model
 

@@ -14,7 +14,7 @@ from torchwcache.engine_memory import growth_of
 __all__ = ["baseline_nbytes", "static_fraction"]
 
 
-def baseline_nbytes(attachment: Attachment, own: int, fraction: float | None) -> int:
+def baseline_nbytes(attachment: Attachment, own: int, fraction: float | None, evicted: int = 0) -> int:
     """What to add to the baseline, in bytes; negative where SGLang took more for used than it would from disk.
 
     With the clean baseline ``P`` and ``f`` for ``mem_fraction_static``, a start from disk that takes ``R`` bytes of the device gets
@@ -25,17 +25,18 @@ def baseline_nbytes(attachment: Attachment, own: int, fraction: float | None) ->
         attachment: What the loader is going to return.
         own: By how much the memory of torch's allocator has grown since before the load, in bytes.
         fraction: ``mem_fraction_static``; ``None`` where SGLang does not tell.
+        evicted: Entries that nobody used and that lay on the device when the baseline was measured, but do no longer, in bytes.
     """
     report = attachment.report
     resident = report.source == "cache"
     taken = growth_of(attachment.model, "reserved")
     if taken is None or fraction is None or not 0 < fraction < 1:
-        return report.mapped_nbytes if resident else 0
+        return (report.mapped_nbytes if resident else 0) + evicted
     if not attachment.memory_nbytes:
-        return 0  # loaded without the cache
+        return evicted  # loaded without the cache
     segments = attachment.memory_nbytes
     before = segments if resident else 0
-    return round((taken - own - segments) / (1 - fraction)) + before
+    return round((taken - own - segments) / (1 - fraction)) + before + evicted
 
 
 def static_fraction() -> float | None:

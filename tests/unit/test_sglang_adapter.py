@@ -355,15 +355,18 @@ def test_what_lay_in_memory_before_is_accounted_for_where_sglang_does_not_ask() 
 @given(
     free=st.integers(1 << 36, 1 << 37), taken=st.integers(1, 1 << 36), more=st.integers(-(1 << 26), 1 << 26),
     copied=st.integers(0, 1 << 24), fraction=st.floats(0.05, 0.98), source=st.sampled_from(["cache", "waited", "disk"]),
+    evicted=st.sampled_from([0, 1 << 30]),
 )  # fmt: skip
-def test_the_kv_cache_comes_out_as_from_disk(free: int, taken: int, more: int, copied: int, fraction: float, source: str) -> None:
+def test_the_kv_cache_comes_out_as_from_disk(
+    free: int, taken: int, more: int, copied: int, fraction: float, source: str, evicted: int
+) -> None:
     segments = max(1, taken + more)
     module = nn.Module()
     module.__dict__["_torchwcache_load_nbytes"] = {"allocated": 0, "reserved": taken}
     report = types.SimpleNamespace(source=source, mapped_nbytes=segments - copied, copied_nbytes=1)
     attachment: Any = types.SimpleNamespace(model=module, report=report, memory_nbytes=segments)
-    measured = free - segments if source == "cache" else free
-    baseline = measured + memory.baseline_nbytes(attachment, copied, fraction)
+    measured = (free - segments if source == "cache" else free) - evicted
+    baseline = measured + memory.baseline_nbytes(attachment, copied, fraction, evicted)
     kv = free - segments - copied - baseline * (1 - fraction)
     assert kv == pytest.approx(free - taken - free * (1 - fraction), abs=2)
 
@@ -372,11 +375,13 @@ def test_what_nobody_measured_is_taken_to_be_what_is_mapped() -> None:
     report = types.SimpleNamespace(source="cache", mapped_nbytes=100, copied_nbytes=1)
     attachment: Any = types.SimpleNamespace(model=nn.Module(), report=report, memory_nbytes=128)
     assert memory.baseline_nbytes(attachment, 1, 0.5) == 100
+    assert memory.baseline_nbytes(attachment, 1, 0.5, 7) == 107
     report.source = "disk"
     assert memory.baseline_nbytes(attachment, 1, 0.5) == 0
     attachment.memory_nbytes = 0
     attachment.model.__dict__["_torchwcache_load_nbytes"] = {"allocated": 0, "reserved": 100}
     assert memory.baseline_nbytes(attachment, 1, 0.5) == 0
+    assert memory.baseline_nbytes(attachment, 1, 0.5, 7) == 7
 
 
 @pytest.fixture
