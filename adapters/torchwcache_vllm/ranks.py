@@ -47,7 +47,11 @@ def shared_anywhere(shared: bool, timeout_s: float) -> bool:
 
 
 def parallelism(vllm_config: Any) -> Parallelism:
-    """Sizes and ranks. Expert parallelism runs over the tensor and the data-parallel ranks together."""
+    """Sizes and ranks.
+
+    Experts run over the tensor and the data-parallel ranks together: whole ones with expert parallelism, slices of each without.
+    vLLM makes a data-parallel group of more than one rank for mixture-of-experts only; replicas of other models know of no others.
+    """
     from vllm.distributed.parallel_state import get_dp_group, get_ep_group, get_pp_group, get_tp_group
 
     tp, pp, dp = get_tp_group(), get_pp_group(), get_dp_group()
@@ -65,5 +69,5 @@ def parallelism(vllm_config: Any) -> Parallelism:
         dp_rank=dp.rank_in_group,
         ep_size=ep_size,
         ep_rank=ep_rank,
-        dp_matters=ep_size > 1,
+        dp_matters=ep_size > 1 or dp.world_size > 1,
     )

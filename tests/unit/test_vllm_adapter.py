@@ -427,6 +427,13 @@ def test_a_draft_is_agreed_on_by_its_pipeline_stage_alone(layout: Any, tp: int, 
     assert ranks.ranks_of(1.0, draft=draft).size == size
 
 
+@pytest.mark.parametrize(("sizes", "matters"), [({"tp": 2}, False), ({"tp": 2, "ep": 2}, True), ({"dp": 2}, True)])
+def test_experts_are_cut_over_data_parallel_ranks_too(layout: Any, sizes: dict[str, int], matters: bool) -> None:
+    layout(**sizes)
+    parallel = SimpleNamespace(enable_expert_parallel="ep" in sizes)
+    assert ranks.parallelism(SimpleNamespace(parallel_config=parallel)).dp_matters is matters
+
+
 @pytest.mark.parametrize("there", [True, False])
 @pytest.mark.parametrize("here", [True, False])
 def test_replicas_tell_each_other_what_is_shared(layout: Any, monkeypatch: pytest.MonkeyPatch, here: bool, there: bool) -> None:
