@@ -54,8 +54,13 @@ def refusal_of(vllm_config: Any, load_config: Any) -> str:
         return "--enable-elastic-ep gives ranks other experts while the engine serves"
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         return "--weight-transfer-config lets a trainer write into the weights"
-    if getattr(parallel, "prefill_context_parallel_size", 1) > 1 and parallel.data_parallel_size > 1:
-        return "prefill context parallelism together with data parallelism: no group of ranks loads one model together"
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        if parallel.data_parallel_size > 1:
+            return "prefill context parallelism together with data parallelism: no group of ranks loads one model together"
+        if not parallel.enable_expert_parallel:
+            return (
+                "prefill context parallelism without --enable-expert-parallel: ranks that count as one hold other slices of experts"
+            )
     if load_config.device is not None and str(load_config.device) != str(vllm_config.device_config.device):
         return "the load config puts weights on another device than the engine's"
     if offload is not None and (_value(offload, "uva", "cpu_offload_gb") or _value(offload, "prefetch", "offload_group_size")):

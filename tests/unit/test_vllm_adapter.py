@@ -181,7 +181,19 @@ def config(**parts: Any) -> SimpleNamespace:
         (
             config(parallel_config=SimpleNamespace(prefill_context_parallel_size=2, data_parallel_size=2)),
             None,
-            "prefill context parallelism",
+            "prefill context parallelism together",
+        ),
+        *(
+            (
+                config(
+                    parallel_config=SimpleNamespace(
+                        prefill_context_parallel_size=2, data_parallel_size=1, enable_expert_parallel=bool(not says)
+                    )
+                ),
+                None,
+                says,
+            )
+            for says in ("", "prefill context parallelism without")
         ),
     ],
 )
