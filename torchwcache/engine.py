@@ -187,6 +187,8 @@ class RankStart:
         self.evicted_nbytes = 0
         """Bytes on this rank's device that nobody used, and that were evicted for this start."""
         self._given_back_nbytes = 0
+        self.shared = False
+        """Whether weights of any rank are shared, once :meth:`finish` has returned: what ranks do together, all refuse together."""
         self._decided = False
         self._stack = contextlib.ExitStack()
         self._heartbeat: Heartbeat | None = None
@@ -334,7 +336,10 @@ class RankStart:
             self.decide()
         try:
             with normal_tensors():
-                attachment = self.attachment if self.attachment is not None else self._load()
+                if self.attachment is None:
+                    attachment = self._load()
+                else:
+                    attachment, self.shared = self.attachment, True  # in all ranks: that was agreed on
         except BaseException:
             self.close()
             raise
@@ -452,8 +457,11 @@ class RankStart:
         self.attachment = serve_unpublished(self.cfg, self.adapter, result, self.report, requires_grad=False)
 
     def _agreed_at_last(self) -> None:
-        """No rank serves when one was told to stop."""
-        words = self.group.exchange("go" if self.error is None else f"stop {self.error}", "the end of the load")
+        """No rank serves when one was told to stop, and all learn whether weights of any of them are shared."""
+        report = self.report
+        mine = "shared" if report.source != "disk" or report.published else "private"
+        words = self.group.exchange(mine if self.error is None else f"stop {self.error}", "the end of the load")
+        self.shared = "shared" in words
         if self.error is not None:
             raise self.error
         for rank, word in enumerate(words):

@@ -10,10 +10,21 @@ from typing import Any
 
 from torch import nn
 
-from torchwcache.attachment import Attachment
 from torchwcache.errors import RefusedError
 
-__all__ = ["guard", "refusal_of", "refuse_write", "shared_models"]
+__all__ = [
+    "LOAD_FORMAT",
+    "guard",
+    "offence_of",
+    "refusal_of",
+    "refuse_write",
+    "refused",
+    "shared_models",
+    "shares_weights",
+    "wrap",
+]
+
+LOAD_FORMAT = "torchwcache"
 
 _MARK = "_torchwcache_guard"
 _shared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -28,9 +39,9 @@ _WORKER_WRITES = {
     "elastic_ep_execute": "elastic expert parallelism",
 }
 _CLASSES = (
-    ("vllm.v1.worker.gpu_worker", "Worker", _WORKER_WRITES),
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", {"reload_weights": "reloading weights in place"}),
-    ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", {"reload_weights": "reloading weights in place"}),
+    ("vllm.v1.worker.gpu_worker", "Worker", (*_WORKER_WRITES, "sleep", "discard")),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", ("reload_weights",)),
+    ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", ("reload_weights",)),
 )
 
 
@@ -43,8 +54,13 @@ def refusal_of(vllm_config: Any, load_config: Any) -> str:
         return "--enable-elastic-ep gives ranks other experts while the engine serves"
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         return "--weight-transfer-config lets a trainer write into the weights"
-    if getattr(parallel, "prefill_context_parallel_size", 1) > 1 and parallel.data_parallel_size > 1:
-        return "prefill context parallelism together with data parallelism: no group of ranks loads one model together"
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        if parallel.data_parallel_size > 1:
+            return "prefill context parallelism together with data parallelism: no group of ranks loads one model together"
+        if not parallel.enable_expert_parallel:
+            return (
+                "prefill context parallelism without --enable-expert-parallel: ranks that count as one hold other slices of experts"
+            )
     if load_config.device is not None and str(load_config.device) != str(vllm_config.device_config.device):
         return "the load config puts weights on another device than the engine's"
     if offload is not None and (_value(offload, "uva", "cpu_offload_gb") or _value(offload, "prefetch", "offload_group_size")):
@@ -59,39 +75,56 @@ def _value(offload: Any, part: str, name: str) -> Any:
 
 
 def shared_models() -> list[nn.Module]:
-    """The models of this process whose weights others map."""
+    """The models of this process that have weights which others map, in this rank or in another of the same engine."""
     return list(_shared)
 
 
-def guard(attachment: Attachment) -> None:
-    """Refuse whatever would write into this model, as long as it lives. Models loaded without the cache are left alone."""
-    if attachment.report.source == "disk" and not attachment.report.published:
+def shares_weights(_worker: Any = None) -> bool:
+    """Whether there are any. The engine core asks this of its workers."""
+    return bool(_shared)
+
+
+def guard(model: nn.Module, *, shared: bool) -> None:
+    """Refuse whatever would write into this model, as long as it lives. Models loaded without the cache are left alone.
+
+    Args:
+        model: What this rank serves.
+        shared: Whether weights of any rank are shared. vLLM tells all ranks to write: were only some of them to refuse, the engine
+            would serve a mix of two models.
+    """
+    if not shared:
         return
-    _shared.add(attachment.model)
-    for module_name, class_name, writes in _CLASSES:
+    _shared.add(model)
+    for module_name, class_name, names in _CLASSES:
         # Looked at, not imported: in the worker that serves, what is going to be called is there already.
         cls = getattr(sys.modules.get(module_name), class_name, None)
-        for name, what in writes.items() if cls is not None else ():
-            _wrap(cls, name, lambda *args, _what=what, **kwargs: _what)
-        if cls is not None:
-            _wrap(cls, "sleep", _sleep)
-            _wrap(cls, "discard", lambda self, tags=(), **_: "discarding weights" if "weights" in tags else "")
+        for name in names if cls is not None else ():
+            wrap(cls, name, functools.partial(_refuse_call, name))
 
 
-def _sleep(self: Any, level: int = 1, *_: Any, **__: Any) -> str:
-    return "sleep level 2, which throws the weights away" if level >= 2 else ""
+def _refuse_call(name: str, _self: Any, *args: Any, **kwargs: Any) -> None:
+    refuse_write(offence_of(name, *args, **kwargs))
 
 
-def _wrap(cls: Any, name: str, offence: Callable[..., str]) -> None:
+def offence_of(method: str, *args: Any, **kwargs: Any) -> str:
+    """What a call of a worker's method does to the weights, in words; empty when it leaves them alone."""
+    if method == "sleep":
+        level = args[0] if args else kwargs.get("level", 1)
+        return "sleep level 2, which throws the weights away" if level >= 2 else ""
+    if method == "discard":
+        return "discarding weights" if "weights" in (args[0] if args else kwargs.get("tags", ())) else ""
+    return _WORKER_WRITES.get(method, "")
+
+
+def wrap(cls: Any, name: str, before: Callable[..., None]) -> None:
+    """Have a method of a class call something else first, which may raise; once only."""
     method = cls.__dict__.get(name)
     if method is None or getattr(method, _MARK, False):
         return
 
     @functools.wraps(method)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        what = offence(*args, **kwargs)
-        if what:
-            refuse_write(what)
+        before(*args, **kwargs)
         return method(*args, **kwargs)
 
     setattr(guarded, _MARK, True)
@@ -99,15 +132,23 @@ def _wrap(cls: Any, name: str, offence: Callable[..., str]) -> None:
 
 
 def refuse_write(what: str) -> None:
-    """Raise while weights of this process are shared.
+    """Raise while weights of this engine are shared.
+
+    Args:
+        what: What is about to be done; nothing is refused when it is empty.
 
     Raises:
         RefusedError: They are.
     """
-    if _shared:
-        raise RefusedError(
-            f"{what} is refused: the weights of this engine come from torchwcache and are shared with other processes. Nothing was "
-            "changed, and the engine goes on serving. Start it with another --load-format (or TORCHWCACHE_MODE=off) for that",
-            reason=what,
-            kind="guard",
-        )
+    if what and _shared:
+        raise refused(what)
+
+
+def refused(what: str) -> RefusedError:
+    """The error that says so."""
+    return RefusedError(
+        f"{what} is refused: the weights of this engine come from torchwcache and are shared with other processes. Nothing was "
+        "changed, and the engine goes on serving. Start it with another --load-format (or TORCHWCACHE_MODE=off) for that",
+        reason=what,
+        kind="guard",
+    )

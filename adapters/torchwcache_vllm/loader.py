@@ -22,14 +22,12 @@ from torchwcache.engine import EngineOptions, RankStart
 from torchwcache.engine_memory import OwnMemory
 from torchwcache.errors import RefusedError
 from torchwcache_vllm.adapter import Stage, VLLMAdapter
-from torchwcache_vllm.guards import guard, refusal_of, refuse_write
+from torchwcache_vllm.guards import LOAD_FORMAT, guard, refusal_of, refuse_write
 from torchwcache_vllm.memory import charge_later, counted_by_vllm, external_nbytes, not_counted_nbytes
-from torchwcache_vllm.ranks import parallelism, ranks_of
+from torchwcache_vllm.ranks import parallelism, ranks_of, shared_anywhere
 from torchwcache_vllm.versions import OLDEST, parse, seam_problems, version_note
 
 __all__ = ["LOAD_FORMAT", "TorchwcacheModelLoader", "loads_for_us"]
-
-LOAD_FORMAT = "torchwcache"
 
 logger = init_logger("vllm.torchwcache")
 
@@ -105,7 +103,7 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
             attachment = start.finish()
             # Memory has been charged for a hit by now: what fails here stops the start, instead of loading beside what is mapped.
             start.adapter.process(start.cfg, attachment.model)  # type: ignore[attr-defined]
-        guard(attachment)
+        guard(attachment.model, shared=shared_anywhere(start.shared, self.options.timeout_s))
         if own is not None:
             charge_later(not_counted_nbytes(attachment, own.nbytes(counted_by_vllm())))
         return attachment.model.eval()
@@ -136,7 +134,8 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
             constants=self.options.constants,
         )
         adapter = VLLMAdapter(vllm_config, model_config, self.plain_config, prefix=prefix, stage=_stage(cfg.device))
-        start = RankStart(cfg, adapter, self.options, ranks_of(vllm_config, self.options.timeout_s), say=logger.info)
+        group = ranks_of(self.options.timeout_s, draft=cfg.role is Role.DRAFT)
+        start = RankStart(cfg, adapter, self.options, group, say=logger.info)
         _starts[id(model_config), prefix] = start
         return start
 

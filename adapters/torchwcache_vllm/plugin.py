@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from torchwcache.errors import RefusedError
+from torchwcache_vllm.engine_core import guard_engine_core
 from torchwcache_vllm.memory import correct_start_check
 
 __all__ = ["register"]
@@ -26,6 +27,7 @@ def register() -> None:
     if _LOAD_FORMAT_TO_MODEL_LOADER.get(LOAD_FORMAT) is not TorchwcacheModelLoader:
         register_model_loader(LOAD_FORMAT)(TorchwcacheModelLoader)
     correct_start_check()
+    guard_engine_core()
     if os.environ.get("TORCHWCACHE_MODE") in ("client", "daemon"):
         _watch_other_loaders()
 

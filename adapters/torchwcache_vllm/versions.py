@@ -26,6 +26,9 @@ _SEAMS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("vllm.config", "set_current_vllm_config", ("vllm_config",)),
     ("vllm.model_executor.layers.rotary_embedding", "_ROPE_DICT", ()),
+    ("vllm.v1.engine.core", "EngineCore.sleep", ("level",)),
+    ("vllm.v1.engine.core", "EngineCore.collective_rpc", ("method", "timeout", "args", "kwargs")),
+    ("vllm.v1.executor.abstract", "Executor.collective_rpc", ("method",)),
 )
 
 

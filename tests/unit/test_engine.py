@@ -106,6 +106,7 @@ class Engine:
         self.options = EngineOptions.from_mapping({"mode": "client", "socket": socket, **options}, environ={})
         self.checkpoint, self.size = checkpoint, size
         self.lines: list[str] = []
+        self.shared: list[bool | None] = [None] * size
 
     def start(self, timeout_s: float = 60.0) -> list[Any]:
         """Start all ranks; gives each rank's attachment, or what it raised."""
@@ -115,7 +116,12 @@ class Engine:
             cfg = ModelConfig(self.checkpoint, build=Net, parallel=Parallelism(tp_size=self.size, tp_rank=rank), adapter="nn")
             try:
                 group = threads.rank(rank) if self.size > 1 else None
-                results[rank] = attach_rank(cfg, self.adapters[rank], self.options, group, say=self.lines.append)
+                if group is None:
+                    results[rank] = attach_rank(cfg, self.adapters[rank], self.options, say=self.lines.append)
+                    return
+                start = RankStart(cfg, self.adapters[rank], self.options, group, say=self.lines.append)
+                results[rank] = start.finish()
+                self.shared[rank] = start.shared
             except Exception as error:  # the test looks at it
                 results[rank] = error
 
@@ -229,10 +235,12 @@ def test_a_refusal_in_one_rank_is_remembered_and_ends_the_cache_for_all(engine):
     results = refused.start()
     assert [item.report.published for item in results] == [True, True, False]
     assert "CaptureError" in "".join(results[2].report.warnings)
+    assert refused.shared == [True] * RANKS  # the one that has its weights for itself must not write either
     close(results)
     again = engine()
     results = again.start()
     assert sources(results) == [("disk", False)] * RANKS
+    assert again.shared == [False] * RANKS
     assert again.loads == [1] * RANKS
     assert all("RefusedError" in "".join(item.report.warnings) for item in results)
     close(results)

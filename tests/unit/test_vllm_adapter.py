@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from torchwcache.errors import FingerprintError, NotAFunctionOfCheckpointError, 
 from torchwcache.identity.fingerprint import Fingerprint
 from torchwcache.memory.select import memory_for
 from torchwcache.production import check_publishable, load_unpublished
-from torchwcache_vllm import adapter, guards, identity, memory, versions
+from torchwcache_vllm import adapter, engine_core, guards, identity, memory, ranks, versions
 from torchwcache_vllm.registries import Registries
 from torchwcache_vllm.unwritten import _unpadded, not_given_by_target
 
@@ -180,7 +181,19 @@ def config(**parts: Any) -> SimpleNamespace:
         (
             config(parallel_config=SimpleNamespace(prefill_context_parallel_size=2, data_parallel_size=2)),
             None,
-            "prefill context parallelism",
+            "prefill context parallelism together",
+        ),
+        *(
+            (
+                config(
+                    parallel_config=SimpleNamespace(
+                        prefill_context_parallel_size=2, data_parallel_size=1, enable_expert_parallel=bool(not says)
+                    )
+                ),
+                None,
+                says,
+            )
+            for says in ("", "prefill context parallelism without")
         ),
     ],
 )
@@ -205,6 +218,24 @@ class Worker:
     def discard(self, tags: tuple[str, ...]) -> None:
         self.did.append(f"discard {tags}")
 
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.did.append("init")
+
+    def start_weight_update(self) -> None:
+        self.did.append("start")
+
+    def start_draft_weight_update(self) -> None:
+        self.did.append("start draft")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.did.append("update")
+
+    def reset_weights(self) -> None:
+        self.did.append("reset")
+
+    def elastic_ep_execute(self, execute_method: str, *args: Any) -> None:
+        self.did.append(execute_method)
+
     def execute_model(self) -> None:
         self.did.append("execute")
 
@@ -217,41 +248,216 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
     return module.Worker()  # type: ignore[no-any-return]
 
 
-def attachment(source: str, published: bool) -> Any:
-    return SimpleNamespace(report=SimpleNamespace(source=source, published=published), model=nn.Linear(1, 1))
+CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+    ("reload_weights", (), {"path": "x"}),
+    ("init_weight_transfer_engine", ({},), {}),
+    ("start_weight_update", (), {}),
+    ("start_draft_weight_update", (), {}),
+    ("update_weights", ({},), {}),
+    ("reset_weights", (), {}),
+    ("elastic_ep_execute", ("receive_weights",), {}),
+    ("sleep", (2,), {}),
+    ("sleep", (), {"level": 2}),
+    ("discard", (("weights",),), {}),
+    ("discard", (), {"tags": ("kv_cache", "weights")}),
+]
 
 
-@pytest.mark.parametrize(("source", "published"), [("cache", False), ("waited", False), ("disk", True)])
-def test_writes_are_refused_while_the_model_lives(worker: Worker, source: str, published: bool) -> None:
-    shared = attachment(source, published)
-    guards.guard(shared)
-    guards.guard(shared)  # a draft model's
-    for call in (
-        worker.reload_weights,
-        lambda: worker.sleep(2),
-        lambda: worker.sleep(level=2),
-        lambda: worker.discard(("weights",)),
-    ):
-        with pytest.raises(RefusedError, match="shared with other processes"):
-            call()
+@pytest.fixture
+def shared_model() -> Iterator[nn.Module]:
+    model = nn.Linear(1, 1)
+    yield model
+    guards._shared.discard(model)
+
+
+@pytest.mark.parametrize(("name", "args", "kwargs"), CALLS)
+def test_writes_are_refused_while_the_model_lives(
+    worker: Worker, shared_model: nn.Module, name: str, args: Any, kwargs: Any
+) -> None:
+    guards.guard(shared_model, shared=True)
+    guards.guard(shared_model, shared=True)  # a draft model's
+    assert shared_model in guards.shared_models()
+    with pytest.raises(RefusedError, match="shared with other processes"):
+        getattr(worker, name)(*args, **kwargs)
+    assert worker.did == []
     worker.sleep()
     worker.discard(("kv_cache",))
     worker.execute_model()
     assert worker.did == ["sleep 1", "discard ('kv_cache',)", "execute"]
-    del shared.model
-    import gc
+    guards._shared.discard(shared_model)  # as when it dies
+    getattr(worker, name)(*args, **kwargs)
+    assert len(worker.did) == 4
 
+
+def test_a_dead_model_is_guarded_no_longer(worker: Worker) -> None:
+    model = nn.Linear(1, 1)
+    guards.guard(model, shared=True)
+    del model
     gc.collect()
     worker.reload_weights("x")
-    assert worker.did[-1] == "reload x"
+    assert worker.did == ["reload x"]
 
 
-def test_a_model_of_this_process_alone_is_not_guarded(worker: Worker) -> None:
-    alone = attachment("disk", False)
-    guards.guard(alone)
+def test_a_model_that_no_rank_shares_is_not_guarded(worker: Worker, shared_model: nn.Module) -> None:
+    guards.guard(shared_model, shared=False)
     worker.reload_weights("x")
     assert worker.did == ["reload x"]
-    assert alone.model not in guards.shared_models()
+    assert shared_model not in guards.shared_models()
+
+
+# ---- the engine core ---------------------------------------------------------------------------------------------------------
+
+
+class Executor:
+    """As vLLM's, which marks what it discards as asleep even where its workers fail."""
+
+    def __init__(self, load_format: str, worker: Worker, other: Worker) -> None:
+        self.vllm_config = SimpleNamespace(load_config=SimpleNamespace(load_format=load_format))
+        self.workers, self.asked, self.asleep = (worker, other), [], set()  # type: ignore[var-annotated]
+
+    def collective_rpc(self, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None) -> list[Any]:
+        self.asked.append(method)
+        if callable(method):
+            return [False, method(self.workers[1])]  # as if only the last rank had anything to do with us
+        return [getattr(worker, method)(*args, **(kwargs or {})) for worker in self.workers]
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        try:
+            self.collective_rpc("discard", args=(tags,))
+        finally:
+            self.asleep |= set(tags)
+
+
+class EngineCore:
+    """As vLLM's, which pauses before it sends its workers to sleep."""
+
+    def __init__(self, executor: Any) -> None:
+        self.model_executor, self.paused = executor, False
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        self.paused = True
+        self.model_executor.collective_rpc("sleep", kwargs={"level": level})
+
+    def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[Any]:
+        return self.model_executor.collective_rpc(method, timeout, args, kwargs)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a guarded engine core whose executor was given a load format."""
+    classes = {}
+    for module_name, cls in (("vllm.v1.engine.core", EngineCore), ("vllm.v1.executor.abstract", Executor)):
+        module = ModuleType(module_name)
+        classes[cls] = type(cls.__name__, (cls,), dict(cls.__dict__))
+        setattr(module, cls.__name__, classes[cls])
+        monkeypatch.setitem(sys.modules, module_name, module)
+    engine_core.guard_engine_core()
+    engine_core.guard_engine_core()  # vLLM may call its plugins again
+    return lambda load_format="torchwcache": classes[EngineCore](classes[Executor](load_format, Worker(), Worker()))
+
+
+@pytest.mark.parametrize(("name", "args", "kwargs"), CALLS)
+def test_the_core_refuses_before_any_worker_is_told_to_write(
+    core: Any, shared_model: nn.Module, name: str, args: Any, kwargs: Any
+) -> None:
+    guards.guard(shared_model, shared=True)
+    engine = core()
+    executor = engine.model_executor
+    with pytest.raises(RefusedError, match="shared with other processes"):
+        engine.collective_rpc(name, None, args, kwargs)
+    if name in ("sleep", "discard"):
+        with pytest.raises(RefusedError, match="shared with other processes"):
+            getattr(engine if name == "sleep" else executor, name)(*args, **kwargs)
+    assert not engine.paused
+    assert not executor.asleep
+    assert set(executor.asked) == {guards.shares_weights}
+
+
+def test_the_core_lets_through_what_writes_nothing(core: Any, shared_model: nn.Module) -> None:
+    guards.guard(shared_model, shared=True)
+    engine = core()
+    engine.sleep()
+    engine.sleep(0, mode="keep")
+    engine.model_executor.discard(("kv_cache",))
+    engine.collective_rpc("execute_model")
+    engine.collective_rpc(lambda worker: worker.execute_model())
+    assert guards.shares_weights not in engine.model_executor.asked
+    assert engine.model_executor.workers[1].did == ["sleep 1", "sleep 0", "discard ('kv_cache',)", "execute", "execute"]
+
+
+def test_the_core_lets_everything_through_where_nothing_is_shared(core: Any) -> None:
+    engine = core()
+    engine.sleep(2)
+    engine.collective_rpc("reload_weights", args=("x",))
+    assert engine.model_executor.workers[0].did == ["sleep 2", "reload x"]
+
+
+def test_workers_of_an_engine_that_does_not_load_through_the_cache_are_asked_nothing(core: Any, shared_model: nn.Module) -> None:
+    """They need not have the package, to which the question belongs."""
+    guards.guard(shared_model, shared=True)  # another engine's of this process
+    engine = core("auto")
+    engine.sleep(2)
+    assert engine.model_executor.asked == ["sleep"]
+    engine.model_executor.vllm_config.speculative_config = SimpleNamespace(
+        draft_load_config=SimpleNamespace(load_format="torchwcache")
+    )
+    with pytest.raises(RefusedError):
+        engine.sleep(2)
+
+
+def test_a_vllm_without_such_a_core_still_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", ModuleType("vllm.v1.engine.core"))
+    monkeypatch.setitem(sys.modules, "vllm.v1.executor.abstract", None)  # type: ignore[arg-type]
+    engine_core.guard_engine_core()
+
+
+# ---- ranks -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def layout(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stands in for vLLM's groups, in a process that is the last rank of each."""
+
+    def set_up(**sizes: int) -> None:
+        module: Any = ModuleType("vllm.distributed.parallel_state")
+        for axis in ("tp", "pp", "dp", "ep"):
+            size = sizes.get(axis, 1)
+            cpu_group = SimpleNamespace(rank=lambda size=size: size - 1, size=lambda size=size: size)
+            group = SimpleNamespace(world_size=size, rank_in_group=size - 1, cpu_group=cpu_group)
+            setattr(module, f"get_{axis}_group", lambda group=group: group)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    return set_up
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "draft", "size"),
+    [(1, 1, False, 1), (2, 1, False, 2), (1, 2, False, 2), (2, 2, False, 4), (1, 2, True, 1), (2, 2, True, 2)],
+)
+def test_a_draft_is_agreed_on_by_its_pipeline_stage_alone(layout: Any, tp: int, pp: int, draft: bool, size: int) -> None:
+    layout(tp=tp, pp=pp)
+    assert ranks.ranks_of(1.0, draft=draft).size == size
+
+
+@pytest.mark.parametrize(("sizes", "matters"), [({"tp": 2}, False), ({"tp": 2, "ep": 2}, True), ({"dp": 2}, True)])
+def test_experts_are_cut_over_data_parallel_ranks_too(layout: Any, sizes: dict[str, int], matters: bool) -> None:
+    layout(**sizes)
+    parallel = SimpleNamespace(enable_expert_parallel="ep" in sizes)
+    assert ranks.parallelism(SimpleNamespace(parallel_config=parallel)).dp_matters is matters
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("here", [True, False])
+def test_replicas_tell_each_other_what_is_shared(layout: Any, monkeypatch: pytest.MonkeyPatch, here: bool, there: bool) -> None:
+    def exchange(self: Any, word: str, what: str) -> tuple[str, ...]:
+        assert self.size == 2
+        return ("shared" if there else "private", word)
+
+    monkeypatch.setattr(ranks.ProcessGroupRanks, "exchange", exchange)
+    layout(tp=2)
+    assert ranks.shared_anywhere(here, 1.0) is here
+    layout(dp=2)
+    assert ranks.shared_anywhere(here, 1.0) is (here or there)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import os
 import signal
 import sys
@@ -61,6 +62,26 @@ def die_in_rank(rank: int) -> None:
     RankStart._ask = ask  # type: ignore[method-assign]
 
 
+def no_memory_in_rank(rank: int) -> None:
+    """In that rank, have the publish fail: the others' shards are published all the same."""
+    import torch.distributed as dist
+
+    import torchwcache.production
+    from torchwcache.errors import SegmentMemoryError
+
+    original = torchwcache.production.encode_manifest
+
+    @functools.wraps(original)
+    def encode_manifest(*args: Any, **kwargs: Any) -> Any:
+        if dist.is_initialized() and dist.get_rank() == rank:
+            raise SegmentMemoryError("no memory in this rank", nbytes=1, available=0)
+        return original(*args, **kwargs)
+
+    torchwcache.production.encode_manifest = encode_manifest
+
+
+if os.environ.get("TEST_NO_MEMORY_AT"):
+    no_memory_in_rank(int(os.environ["TEST_NO_MEMORY_AT"]))
 if os.environ.get("TEST_DIE_AT"):  # vLLM's workers import this file, too
     die_in_rank(int(os.environ["TEST_DIE_AT"]))
 
@@ -116,6 +137,11 @@ def main() -> None:
                 result = getattr(engine, command["name"])(*command.get("args", []), **command.get("kwargs", {}))
                 say(result=repr(result))
             except Exception as error:  # the caller judges it
+                say(error=f"{type(error).__name__}: {error}")
+        elif command["do"] == "call_in_workers":  # by what vLLM's engine core cannot know by name
+            try:
+                say(result=repr(engine.collective_rpc(operator.methodcaller(command["name"], *command.get("args", [])))))
+            except Exception as error:  # likewise
                 say(error=f"{type(error).__name__}: {error}")
         else:
             break

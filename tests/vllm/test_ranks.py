@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from torchwcache.cache import DaemonCache
@@ -42,6 +44,29 @@ def test_expert_parallel_ranks_publish_their_own_experts(vllm, checkpoints, priv
         assert sum(said in line for line in engine.lines) == 2, engine.log[-4000:]
     keys = {entry.key for entry in DaemonCache(private_socket, start=False).entries()}
     assert len(keys) == 2
+
+
+def test_one_shared_rank_keeps_all_from_writing(vllm, checkpoints, tmp_path):
+    """Were only the rank that published to refuse, the engine would go on with shards of two models."""
+    model = shutil.copytree(checkpoints("dense"), tmp_path / "model")
+    engine = vllm(
+        model,
+        options={"tensor_parallel_size": 2},
+        environment={**TWO, "TEST_NO_MEMORY_AT": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"},
+        in_process=False,
+        wait=True,
+    )
+    tokens = engine.result()["tokens"]
+    assert sum("bytes published" in line for line in engine.lines) == 1, engine.lines
+    shutil.copy(checkpoints("dense", 1) / "model.safetensors", model / "model.safetensors")
+    answer = engine.do(do="call", name="collective_rpc", args=["reload_weights"])
+    assert "reloading weights in place is refused" in answer["error"]
+    # No answer of a worker is left over, which the next call would get.
+    assert engine.do(do="call", name="collective_rpc", args=["check_health"])["result"] == "[None, None]"
+    answer = engine.do(do="call_in_workers", name="reload_weights")
+    assert "reloading weights in place is refused" in answer["error"]
+    assert "result" in engine.do(do="call", name="reset_prefix_cache")
+    assert engine.do(do="generate")["tokens"] == tokens
 
 
 def test_a_rank_that_dies_while_all_decide_ends_the_start(vllm, run, checkpoints, private_socket):

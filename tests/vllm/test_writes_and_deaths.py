@@ -6,18 +6,52 @@ import os
 import signal
 import time
 
+import pytest
+
 from torchwcache.cache import DaemonCache
 
+WRITES = {
+    "reload_weights": [],
+    "init_weight_transfer_engine": [{}],
+    "start_weight_update": [],
+    "start_draft_weight_update": [],
+    "update_weights": [{}],
+    "reset_weights": [],
+    "elastic_ep_execute": ["receive_weights"],
+}
 
-def test_reloading_is_refused_and_the_engine_goes_on(vllm, checkpoints):
+
+def test_writes_are_refused_and_the_engine_goes_on(vllm, checkpoints):
     publisher = vllm(checkpoints("small"), wait=True)
     tokens = publisher.result()["tokens"]
     client = vllm(checkpoints("small"), wait=True)
     assert client.result()["tokens"] == tokens
     for engine in (publisher, client):
-        answer = engine.do(do="call", name="collective_rpc", args=["reload_weights"])
-        assert "reloading weights in place is refused" in answer["error"]
+        for name, args in WRITES.items():
+            answers = (
+                engine.do(do="call", name="collective_rpc", args=[name], kwargs={"args": args}),
+                engine.do(do="call_in_workers", name=name, args=args),
+            )
+            assert all("RefusedError" in answer["error"] and "Nothing was changed" in answer["error"] for answer in answers), name
         assert engine.do(do="generate")["tokens"] == tokens
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_a_refused_sleep_leaves_no_engine_paused(vllm, checkpoints, in_process):
+    engine = vllm(checkpoints("small"), wait=True, in_process=in_process)
+    tokens = engine.result()["tokens"]
+    answer = engine.do(do="call", name="sleep", kwargs={"level": 2})
+    assert "sleep level 2, which throws the weights away is refused" in answer["error"]
+    assert engine.do(do="generate")["tokens"] == tokens
+    assert "result" in engine.do(do="call", name="sleep", kwargs={"level": 1})
+    assert "result" in engine.do(do="call", name="wake_up")
+    assert engine.do(do="generate")["tokens"] == tokens
+
+
+def test_an_engine_that_shares_nothing_may_sleep_as_it_likes(vllm, checkpoints):
+    engine = vllm(checkpoints("small"), environment={"TORCHWCACHE_MODE": "off"}, wait=True)
+    engine.result()
+    assert "result" in engine.do(do="call", name="sleep", kwargs={"level": 2})
 
 
 def test_lora_adapters_lie_beside_the_shared_weights(vllm, checkpoints):
