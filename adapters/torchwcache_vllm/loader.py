@@ -107,7 +107,7 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
             start.adapter.process(start.cfg, attachment.model)  # type: ignore[attr-defined]
         guard(attachment)
         if own is not None:
-            charge_later(not_counted_nbytes(attachment, own.nbytes(counted_by_vllm())))
+            charge_later(not_counted_nbytes(attachment, own.nbytes(counted_by_vllm())), vllm_config)
         return attachment.model.eval()
 
     def _start(self, vllm_config: Any, model_config: Any, prefix: str) -> RankStart | None:
