@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,11 +24,9 @@ from torchwcache_vllm.memory import charge_later, counted_by_vllm, external_nbyt
 from torchwcache_vllm.ranks import parallelism, ranks_of, shared_anywhere
 from torchwcache_vllm.versions import OLDEST, parse, seam_problems, version_note
 
-__all__ = ["LOAD_FORMAT", "TorchwcacheModelLoader", "loads_for_us"]
+__all__ = ["LOAD_FORMAT", "TorchwcacheModelLoader"]
 
 logger = init_logger("vllm.torchwcache")
-
-_for_us: contextvars.ContextVar[bool] = contextvars.ContextVar("torchwcache_vllm_loads", default=False)
 
 _starts: dict[tuple[int, str], RankStart] = {}
 """What was decided before memory was counted, until the loader is asked for the model: vLLM makes a loader for each occasion."""
@@ -92,20 +87,19 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
         """Attach or load; all ranks do the same."""
         start = self._start(vllm_config, model_config, prefix)
-        with _loading_for_us():
-            if start is None:
-                loader = DefaultModelLoader(self.plain_config)
-                model: nn.Module = loader.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
-                return model
-            _starts.pop((id(model_config), prefix), None)
-            charged_before = start.cfg.device == "cpu" or start.adapter.put_off  # type: ignore[attr-defined]
-            own = None if charged_before else OwnMemory(start.cfg.device)
-            attachment = start.finish()
-            # Memory has been charged for a hit by now: what fails here stops the start, instead of loading beside what is mapped.
-            start.adapter.process(start.cfg, attachment.model)  # type: ignore[attr-defined]
+        if start is None:
+            loader = DefaultModelLoader(self.plain_config)
+            model: nn.Module = loader.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+            return model
+        _starts.pop((id(model_config), prefix), None)
+        charged_before = start.cfg.device == "cpu" or start.adapter.put_off  # type: ignore[attr-defined]
+        own = None if charged_before else OwnMemory(start.cfg.device)
+        attachment = start.finish()
+        # Memory has been charged for a hit by now: what fails here stops the start, instead of loading beside what is mapped.
+        start.adapter.process(start.cfg, attachment.model)  # type: ignore[attr-defined]
         guard(attachment.model, shared=shared_anywhere(start.shared, self.options.timeout_s))
         if own is not None:
-            charge_later(not_counted_nbytes(attachment, own.nbytes(counted_by_vllm())))
+            charge_later(not_counted_nbytes(attachment, own.nbytes(counted_by_vllm())), vllm_config)
         return attachment.model.eval()
 
     def _start(self, vllm_config: Any, model_config: Any, prefix: str) -> RankStart | None:
@@ -138,20 +132,6 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
         start = RankStart(cfg, adapter, self.options, group, say=logger.info)
         _starts[id(model_config), prefix] = start
         return start
-
-
-@contextlib.contextmanager
-def _loading_for_us() -> Iterator[None]:
-    token = _for_us.set(True)
-    try:
-        yield
-    finally:
-        _for_us.reset(token)
-
-
-def loads_for_us() -> bool:
-    """Whether vLLM's own loader is at work because this one asked it to."""
-    return _for_us.get()
 
 
 @functools.cache

@@ -7,9 +7,12 @@ nobody, so that the KV cache would come out larger than on a start from disk.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import math
 import sys
+import weakref
 from typing import Any
 
 from torchwcache.attachment import Attachment
@@ -18,24 +21,43 @@ from torchwcache.engine_memory import Count, growth_of
 __all__ = ["charge_later", "correct_start_check", "counted_by_vllm", "external_nbytes", "not_counted_nbytes", "requested_beside"]
 
 _MARK = "_torchwcache_external"
-_later: list[int] = []
+
+
+@dataclasses.dataclass(slots=True)
+class _Later:
+    """What is to be charged to one engine's worker; a process may hold several, one after the other."""
+
+    nbytes: int = 0
+    taken: bool = False
+
+
+_later: dict[int, _Later] = {}
+"""By the identity of the engine's ``device_config``: a draft's config is a copy of the engine's, with this part in common."""
 
 
 def correct_start_check() -> None:
-    """Take what a hit maps off the memory that this engine asks for, as vLLM itself does since 0.32. For our load format only."""
+    """Take what a hit maps off the memory that this engine asks for, as vLLM itself does since 0.32. For our load format only.
+
+    Raises:
+        TypeError: vLLM's own check is called otherwise than before 0.32; it was left as it is.
+    """
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
     if hasattr(BaseModelLoader, "get_external_weight_memory"):
         return
+    from vllm.config import get_current_vllm_config_or_none
     from vllm.v1.worker import utils
 
     original = utils.request_memory
     if getattr(original, _MARK, False):
         return
+    parameters = list(inspect.signature(original).parameters)
+    if parameters != ["init_snapshot", "cache_config"]:
+        raise TypeError(f"vllm.v1.worker.utils.request_memory takes {parameters}")
 
     @functools.wraps(original)
     def request_memory(init_snapshot: Any, cache_config: Any) -> int:
-        external = _external_nbytes()
+        external = _external_nbytes(get_current_vllm_config_or_none())
         if external == 0:
             return int(original(init_snapshot, cache_config))
         return requested_beside(external, init_snapshot, cache_config)
@@ -96,25 +118,30 @@ def counted_by_vllm() -> Count:
     return "reserved" if hasattr(BaseModelLoader, "get_external_weight_memory") else "allocated"
 
 
-def _external_nbytes() -> int:
-    from vllm.config import get_current_vllm_config_or_none
-    from vllm.model_executor.model_loader import get_model_loader
+def _external_nbytes(vllm_config: Any) -> int:
+    from torchwcache_vllm.loader import LOAD_FORMAT, TorchwcacheModelLoader
 
-    from torchwcache_vllm.loader import TorchwcacheModelLoader
-
-    vllm_config = get_current_vllm_config_or_none()
-    if vllm_config is None:
-        return 0
-    loader = get_model_loader(vllm_config.load_config)
-    return int(loader.get_external_weight_memory(vllm_config)) if isinstance(loader, TorchwcacheModelLoader) else 0
+    if vllm_config is None or vllm_config.load_config.load_format != LOAD_FORMAT:
+        return 0  # no loader of another's is made: that may do something
+    return TorchwcacheModelLoader(vllm_config.load_config).get_external_weight_memory(vllm_config)
 
 
-def charge_later(nbytes: int) -> None:
-    """Take what vLLM has not counted off what it finds free for the KV cache, or add what it counted too much, in bytes."""
+def charge_later(nbytes: int, vllm_config: Any) -> None:
+    """Take what vLLM has not counted off what it finds free for the KV cache, or add what it counted too much, in bytes.
+
+    Args:
+        nbytes: Of one model; those of one engine add up.
+        vllm_config: As the loader got it: the engine's, or a draft's.
+    """
     worker: Any = getattr(sys.modules.get("vllm.v1.worker.gpu_worker"), "Worker", None)
     if worker is None:
         return
-    _later.append(nbytes)
+    engine = vllm_config.device_config
+    if id(engine) not in _later:
+        weakref.finalize(engine, _later.pop, id(engine), None)
+    if id(engine) not in _later or _later[id(engine)].taken:
+        _later[id(engine)] = _Later()  # an engine loads, and then looks how much is left: the next load is another engine's
+    _later[id(engine)].nbytes += nbytes
     original = worker.determine_available_memory
     if getattr(original, _MARK, False):
         return
@@ -122,9 +149,13 @@ def charge_later(nbytes: int) -> None:
     @functools.wraps(original)
     def determine_available_memory(self: Any) -> int:
         found = int(original(self))
+        later = _later.get(id(self.vllm_config.device_config))
+        if later is None:
+            return found
+        later.taken = True
         if self.cache_config.kv_cache_memory_bytes:
             return found  # the user said how much, and vLLM counted nothing
-        return max(0, found - sum(_later))
+        return max(0, found - later.nbytes)
 
     setattr(determine_available_memory, _MARK, True)
     worker.determine_available_memory = determine_available_memory

@@ -23,7 +23,7 @@ from torchwcache.errors import FingerprintError, NotAFunctionOfCheckpointError, 
 from torchwcache.identity.fingerprint import Fingerprint
 from torchwcache.memory.select import memory_for
 from torchwcache.production import check_publishable, load_unpublished
-from torchwcache_vllm import adapter, engine_core, guards, identity, memory, ranks, versions
+from torchwcache_vllm import adapter, engine_core, guards, identity, memory, plugin, ranks, versions
 from torchwcache_vllm.registries import Registries
 from torchwcache_vllm.unwritten import _unpadded, not_given_by_target
 
@@ -154,6 +154,10 @@ def test_a_build_aside_leaves_no_trace_and_can_take_the_place_of_another() -> No
 def test_variables() -> None:
     environ = {"VLLM_PORT": "1", "VLLM_USE_DEEP_GEMM": "1", "VLLM_LOGGING_LEVEL": "DEBUG", "HOME": "/", "VLLM_OF_NEXT_YEAR": "x"}
     assert identity.variables(environ) == {"VLLM_USE_DEEP_GEMM": "1", "VLLM_OF_NEXT_YEAR": "x"}
+    # vLLM 0.26 picks the kernel of FP8 by it, and so the layout of the weights.
+    assert identity.variables({"VLLM_TEST_FORCE_FP8_MARLIN": "1", "VLLM_TEST_FORCE_LOAD_FORMAT": "auto"}) == {
+        "VLLM_TEST_FORCE_FP8_MARLIN": "1"
+    }
 
 
 def config(**parts: Any) -> SimpleNamespace:
@@ -494,9 +498,105 @@ def test_the_start_check_asks_for_what_is_needed_beside_the_mapped_weights() -> 
         memory.requested_beside(73 * GIB, snapshot(free=79), cache)
 
 
-def test_mapped_weights_that_vllm_does_not_know_of_are_taken_off_the_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def start_check(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's modules of the check for free memory, as before 0.32."""
+    modules = {
+        "vllm.config": {
+            "get_current_vllm_config_or_none": lambda: SimpleNamespace(load_config=SimpleNamespace(load_format="auto"))
+        },
+        "vllm.v1.worker.utils": {"request_memory": lambda init_snapshot, cache_config: 7},
+        "vllm.model_executor.model_loader.base_loader": {"BaseModelLoader": type("BaseModelLoader", (), {})},
+        "torchwcache_vllm.loader": {"LOAD_FORMAT": "torchwcache", "TorchwcacheModelLoader": None},
+    }
+    for name, attributes in modules.items():
+        for parent in {name.rsplit(".", i)[0] for i in range(1, name.count(".") + 1)} - {"torchwcache_vllm"}:
+            monkeypatch.setitem(sys.modules, parent, sys.modules.get(parent) or ModuleType(parent))
+        module = ModuleType(name)
+        module.__dict__.update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+    utils = sys.modules["vllm.v1.worker.utils"]
+    monkeypatch.setattr(sys.modules["vllm.v1.worker"], "utils", utils, raising=False)
+    return utils
+
+
+def test_the_start_check_of_other_load_formats_is_vllms_own(start_check: Any) -> None:
+    memory.correct_start_check()
+    memory.correct_start_check()
+    assert start_check.request_memory(init_snapshot=None, cache_config=None) == 7  # and no loader was made
+
+
+def test_a_start_check_that_is_called_otherwise_is_left_alone(start_check: Any) -> None:
+    start_check.request_memory = changed = lambda snapshot: 7
+    with pytest.raises(TypeError, match=r"takes \['snapshot'\]"):
+        memory.correct_start_check()
+    assert start_check.request_memory is changed
+
+
+LOST = ("`--load-format torchwcache` is not known", "vLLM's own check for free memory", "another load format")
+
+
+@pytest.mark.parametrize(
+    ("environment", "parts"),
+    [
+        ({}, LOST[:2]),
+        ({"TORCHWCACHE_FALLBACK": "error"}, LOST[:2]),
+        ({"TORCHWCACHE_MODE": "off", "TORCHWCACHE_FALLBACK": "error"}, LOST[:2]),
+        ({"TORCHWCACHE_MODE": "daemon"}, LOST),
+    ],
+)
+def test_a_vllm_that_nobody_knows_starts_all_the_same(
+    environment: dict[str, str], parts: tuple[str, ...], no_vllm: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    plugin.register()
+    assert len(no_vllm.messages) == len(parts)
+    for message, part in zip(no_vllm.messages, parts, strict=True):
+        assert part in message
+        assert "ImportError: of next year" in message
+
+
+def test_it_does_not_start_when_the_cache_must_be_had(no_vllm: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHWCACHE_MODE", "client")
+    monkeypatch.setenv("TORCHWCACHE_FALLBACK", "error")
+    with pytest.raises(RefusedError, match=r"of next year.*is not known"):
+        plugin.register()
+
+
+@pytest.fixture
+def no_vllm(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """A vLLM where nothing is where it was."""
+
+    class Absent(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise ImportError("of next year")
+
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.model_loader", "vllm.model_executor.model_loader.base_loader"):
+        monkeypatch.setitem(sys.modules, name, Absent(name))
+    for name in ("TORCHWCACHE_MODE", "TORCHWCACHE_FALLBACK"):
+        monkeypatch.delenv(name, raising=False)
+    plugin._register_loader.cache_clear()
+    return caplog
+
+
+class DeviceConfig:
+    """A part that an engine's config and those of its drafts have in common."""
+
+
+def engine_config() -> SimpleNamespace:
+    return SimpleNamespace(device_config=DeviceConfig())
+
+
+@pytest.fixture
+def looking(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A worker of vLLM's, as far as it looks how much memory is left."""
+
     class Worker:
         cache_config = SimpleNamespace(kv_cache_memory_bytes=None)
+
+        def __init__(self, vllm_config: Any) -> None:
+            self.vllm_config = vllm_config
 
         def determine_available_memory(self) -> int:
             return 1000
@@ -504,14 +604,33 @@ def test_mapped_weights_that_vllm_does_not_know_of_are_taken_off_the_kv_cache(mo
     module = ModuleType("vllm.v1.worker.gpu_worker")
     module.Worker = Worker  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(memory, "_later", [])
-    memory.charge_later(300)
-    memory.charge_later(200)
-    assert Worker().determine_available_memory() == 500
-    memory.charge_later(9000)
-    assert Worker().determine_available_memory() == 0
-    Worker.cache_config.kv_cache_memory_bytes = 7  # type: ignore[assignment]
-    assert Worker().determine_available_memory() == 1000
+    return Worker
+
+
+def test_mapped_weights_that_vllm_does_not_know_of_are_taken_off_the_kv_cache(looking: Any) -> None:
+    engine = engine_config()
+    memory.charge_later(300, engine)
+    memory.charge_later(200, SimpleNamespace(device_config=engine.device_config))  # a draft's config is a copy
+    assert looking(engine).determine_available_memory() == 500
+    memory.charge_later(9000, engine)
+    assert looking(engine).determine_available_memory() == 0
+    looking.cache_config.kv_cache_memory_bytes = 7
+    assert looking(engine).determine_available_memory() == 1000
+
+
+def test_each_engine_of_a_process_is_charged_for_its_own_weights(looking: Any) -> None:
+    first, second = engine_config(), engine_config()
+    memory.charge_later(100, first)
+    memory.charge_later(300, second)
+    assert looking(first).determine_available_memory() == 900
+    assert looking(second).determine_available_memory() == 700
+    assert looking(second).determine_available_memory() == 700
+    memory.charge_later(150, first)  # a later engine, of the same config
+    assert looking(first).determine_available_memory() == 850
+    assert looking(engine_config()).determine_available_memory() == 1000
+    known = id(first.device_config)
+    del first
+    assert known not in memory._later
 
 
 def served(source: str, *, published: bool, taken: int | None, segments: int = 900) -> Any:

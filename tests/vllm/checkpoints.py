@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-__all__ = ["KINDS", "make", "make_adapter", "without"]
+__all__ = ["KINDS", "make", "make_adapter", "with_head", "without"]
 
 _SIZES = {
     "vocab_size": 1000,
@@ -72,6 +72,20 @@ def without(original: Path, folder: Path, name: str, *, zeros: bool = False) -> 
     return folder
 
 
+def with_head(original: Path, folder: Path, *, same: bool) -> Path:
+    """Write a copy of a checkpoint of tied embeddings that has a head all the same: equal to the embedding, or another."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(original, folder)
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.clone() if same else embedding.flip(0).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def make_adapter(folder: Path) -> Path:
     """Write a LoRA adapter for the checkpoints of one layer."""
     import json
@@ -97,5 +111,7 @@ if __name__ == "__main__":
         make_adapter(Path(sys.argv[2]))
     elif sys.argv[1] in ("without", "zeros"):
         without(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], zeros=sys.argv[1] == "zeros")
+    elif sys.argv[1] in ("equal-head", "other-head"):
+        with_head(Path(sys.argv[2]), Path(sys.argv[3]), same=sys.argv[1] == "equal-head")
     else:
         make(sys.argv[1], Path(sys.argv[2]), seed=int(sys.argv[3]) if len(sys.argv) > 3 else 0)

@@ -20,7 +20,10 @@ from typing import Any
 def use_plain_linear() -> None:
     """Compute linear layers without oneDNN, whose packed weights nobody else can map: as on a GPU, weights stay what they are."""
     import torch
-    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers import linear, utils
+
+    # On a GPU it does nothing; here it gives the layers a function to call, also those of latent attention that are not packed.
+    linear.UnquantizedLinearMethod.process_weights_after_loading = lambda self, layer: None
 
     utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: None
     utils.cpu_unquantized_gemm = lambda layer, x, weight, bias=None: torch.nn.functional.linear(x, weight, bias)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+
+import pytest
 
 SEAMS = """
 import json
@@ -15,6 +18,89 @@ utils.initialize_model = lambda config: None
 del utils.process_weights_after_loading
 print(json.dumps([before, versions.seam_problems()]))
 """
+
+
+CHANGED = """
+import vllm.model_executor.model_loader as package
+from vllm.config.load import LoadConfig
+from vllm.plugins import load_general_plugins
+{change}
+load_general_plugins()
+print("went on")
+{then}
+"""
+KIND = 'print(type(package.get_model_loader(LoadConfig(load_format="torchwcache"))).__name__)'
+
+EVERY_FORMAT = """
+import json
+import logging
+import typing
+
+import vllm.v1.worker.gpu_model_runner as runner  # has get_model_loader by its name before the plugin is there
+import vllm.model_executor.model_loader as package
+from vllm.config.load import LoadConfig
+from vllm.plugins import load_general_plugins
+
+said = []
+handler = logging.Handler()
+handler.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("vllm.torchwcache").addHandler(handler)
+load_general_plugins()
+found = {}
+for name in (*typing.get_args(package.LoadFormats), "torchwcache"):
+    said.clear()
+    raised = ""
+    for place in (runner, package):
+        try:
+            place.get_model_loader(LoadConfig(load_format=name))
+        except Exception as error:  # some of them need options, or packages that are not here
+            raised = type(error).__name__
+    found[name] = ([line for line in said if "asks for the cache" in line], raised)
+print(json.dumps(found))
+"""
+
+
+def script(text, **environment):
+    """Run it; returns the last line that it prints, and all that it logs."""
+    done = subprocess.run(
+        [sys.executable, "-c", text], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False
+    )
+    return (done.stdout.splitlines() or [""])[-1], done.stdout + done.stderr
+
+
+def test_a_load_format_is_registered_by_vllms_own_function():
+    """The table behind it is vLLM's own; a release may call it something else."""
+    change = "package._FORMATS = package._LOAD_FORMAT_TO_MODEL_LOADER; del package._LOAD_FORMAT_TO_MODEL_LOADER"
+    functions = """
+def register_model_loader(load_format):
+    return lambda cls: package._FORMATS.setdefault(load_format, cls)
+package.register_model_loader = register_model_loader
+package.get_model_loader = lambda config: package._FORMATS[config.load_format](config)
+"""
+    last, log = script(CHANGED.format(change=change + functions, then=KIND))
+    assert last == "TorchwcacheModelLoader", log
+
+
+@pytest.mark.parametrize("change", ["del package._LOAD_FORMAT_TO_MODEL_LOADER", "del package.register_model_loader"])
+def test_a_change_of_vllms_does_not_stop_engines_that_never_asked(change):
+    last, log = script(CHANGED.format(change=change, then=""))
+    assert last == "went on"
+    assert "this vLLM has changed where torchwcache plugs in" in log
+    assert "`--load-format torchwcache` is not known" in log
+    asked = {"TORCHWCACHE_MODE": "daemon", "TORCHWCACHE_FALLBACK": "error"}
+    last, log = script(CHANGED.format(change=change, then=""), **asked)
+    assert last != "went on"
+    assert "RefusedError" in log
+
+
+def test_every_other_load_format_is_noticed():
+    last, log = script(EVERY_FORMAT, TORCHWCACHE_MODE="daemon")
+    found = json.loads(last)
+    assert {"tensorizer", "modelexpress", "ipc_cache", "auto"} <= set(found), log
+    assert {name: len(said) for name, (said, _) in found.items()} == {name: int(name != "torchwcache") for name in found}
+    assert "--load-format tensorizer" in found["tensorizer"][0][0]
+    last, log = script(EVERY_FORMAT, TORCHWCACHE_MODE="daemon", TORCHWCACHE_FALLBACK="error")
+    assert {name for name, (_, raised) in json.loads(last).items() if raised != "RefusedError"} == {"torchwcache"}, log
 
 
 def test_the_seams_are_where_they_are_looked_for_and_a_change_is_noticed():

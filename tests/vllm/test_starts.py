@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+
+HERE = Path(__file__).parent
 
 
 def settled(folder, wait_until):
@@ -44,9 +48,9 @@ def test_the_same_tokens_and_no_weights_read(kind, run, checkpoints, watch, wait
     assert len({tuple(tokens) for tokens in first}) > 1 or kind == "mla"
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("kind", ["dense", "moe", "mla"])
 def test_finished_weights(kind, run, checkpoints):
-    """As on a GPU: what is shared is what vLLM's work after loading left; a hit only makes kernels anew (moe)."""
+    """As on a GPU: what is shared is what vLLM's work after loading left; a hit only makes kernels anew (moe, mla)."""
     model, stage = checkpoints(kind), {"TORCHWCACHE_VLLM_STAGE": "finished"}
     without, _ = run(model, plain_linear=True, options={"load_format": "auto"})
     first, lines = run(model, plain_linear=True, environment=stage)
@@ -54,6 +58,27 @@ def test_finished_weights(kind, run, checkpoints):
     second, lines = run(model, plain_linear=True, environment=stage)
     assert ": hit: " in lines
     assert first == second == without
+
+
+def test_tied_embeddings_with_a_head_in_the_checkpoint(run, checkpoints, tmp_path):
+    """vLLM builds it untied, looks at the values, and ties it again after loading if they are equal."""
+    stage = {"TORCHWCACHE_VLLM_STAGE": "finished"}
+    sizes, answers = [], []
+    for how in ("equal-head", "other-head"):
+        model = tmp_path / how
+        command = [sys.executable, str(HERE / "checkpoints.py"), how, str(checkpoints("tied")), str(model)]
+        subprocess.run(command, check=True, timeout=120)
+        without, _ = run(model, plain_linear=True, options={"load_format": "auto"})
+        first, lines = run(model, plain_linear=True, environment=stage)
+        published = re.search(r"([\d,]+) bytes published", lines)
+        assert published, lines
+        second, lines = run(model, plain_linear=True, environment=stage)
+        assert ": hit: " in lines
+        assert first == second == without
+        sizes.append(int(published[1].replace(",", "")))
+        answers.append(first)
+    assert sizes[1] - sizes[0] >= 1000 * 128 * 4  # the embedding, once more
+    assert answers[0] != answers[1]
 
 
 def test_compiled_and_not(run, checkpoints):
