@@ -18,7 +18,7 @@ from torch import nn
 
 from torchwcache.config import Mode, Policy
 from torchwcache.errors import ConfigError, PluginError, RefusedError
-from torchwcache_sglang import guards, hooks, leases, memory, plugin, seams
+from torchwcache_sglang import guards, hooks, leases, memory, plugin, refusals, seams
 from torchwcache_sglang.canonical import plain, without_itself
 from torchwcache_sglang.context import environment_names, option_names
 from torchwcache_sglang.options import COUNTING, NEUTRAL
@@ -279,29 +279,61 @@ def test_what_is_not_cached_is_said_or_stops_the_start(
         hooks.around_get_model_loader(lambda config, model: DummyModelLoader(config), LoadConfig(), object())
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("enable_eplb", True),
-        ("enable_weights_cpu_backup", True),
-        ("cpu_offload_gb", 3),
-        ("dwdp_size", 2),
-        ("weight_cache_mode", "client"),
-    ],
-)
+# An example of a value for each option that is refused; its value where it is off; and whether only drafts are refused for it.
+REFUSED_OPTIONS: dict[str, tuple[object, object]] = {
+    "enable_eplb": (True, False),
+    "enable_elastic_expert_backup": (True, False),
+    "elastic_ep_backend": ("mooncake", None),
+    "enable_weights_cpu_backup": (True, False),
+    "enable_draft_weights_cpu_backup": (True, False),
+    "cpu_offload_gb": (3, 0),
+    "offload_group_size": (2, -1),
+    "ple_offload_embedding": ("disk", "none"),
+    "enable_paged_experts": (True, False),
+    "kt_weight_path": ("/weights", None),
+    "dwdp_size": (2, 1),
+    "rl_quant_profile": ("/profile", None),
+    "modelopt_quant": ("fp8", None),
+    "quantize_and_serve": (True, False),
+    "weight_cache_mode": ("client", "off"),
+    "startup_weight_load_mode": ("overlap", "serial"),
+}
+
+
+def test_every_refused_option_has_an_example() -> None:
+    assert set(refusals.OPTIONS) == set(REFUSED_OPTIONS)
+
+
+@pytest.mark.parametrize("option", REFUSED_OPTIONS)
 def test_options_that_write_or_move_weights_are_refused(
-    sglang_loader: types.ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, option: str, value: object
+    sglang_loader: types.ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, option: str
 ) -> None:
     monkeypatch.setenv("TORCHWCACHE_MODE", "daemon")
+    on, off = REFUSED_OPTIONS[option]
     kind = type("ServerArgs", (), {"__dataclass_fields__": {option: None}})
     arguments = kind()
     monkeypatch.setattr(sys.modules["sglang.srt.runtime_context"], "get_server_args", lambda: arguments)
-    setattr(arguments, option, value)
-    loader = hooks.around_get_model_loader(make_default, LoadConfig(), object())
-    assert type(loader) is DefaultModelLoader
-    assert option.replace("_", "-") in caplog.text
-    setattr(arguments, option, {"cpu_offload_gb": 0, "dwdp_size": 1, "weight_cache_mode": "off"}.get(option, False))
-    assert type(hooks.around_get_model_loader(make_default, LoadConfig(), object())).__name__ == "CacheLoader"
+    model = types.SimpleNamespace(is_draft_model="draft" in option)
+    setattr(arguments, option, on)
+    assert type(hooks.around_get_model_loader(make_default, LoadConfig(), model)) is DefaultModelLoader
+    assert "--" + option.replace("_", "-") in caplog.text
+    setattr(arguments, option, off)
+    assert type(hooks.around_get_model_loader(make_default, LoadConfig(), model)).__name__ == "CacheLoader"
+    if "draft" in option:
+        setattr(arguments, option, on)
+        target = types.SimpleNamespace(is_draft_model=False)
+        assert type(hooks.around_get_model_loader(make_default, LoadConfig(), target)).__name__ == "CacheLoader"
+
+
+def test_a_merged_adapter_is_refused(
+    sglang_loader: types.ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHWCACHE_MODE", "daemon")
+    model = types.SimpleNamespace(pointer_head=object())
+    assert type(hooks.around_get_model_loader(make_default, LoadConfig(), model)) is DefaultModelLoader
+    assert "a LoRA adapter is merged into the weights while loading" in caplog.text
+    model.pointer_head = None
+    assert type(hooks.around_get_model_loader(make_default, LoadConfig(), model)).__name__ == "CacheLoader"
 
 
 # ---- self-check --------------------------------------------------------------------------------------------------------------
