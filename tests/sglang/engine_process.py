@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 
-_OPTIONS = {
+ENGINE_OPTIONS = {
     "device": "cpu",
     "attention_backend": "torch_native",
     "skip_tokenizer_init": True,
@@ -25,6 +25,8 @@ _OPTIONS = {
     "random_seed": 0,
     "log_level": "info",
 }
+PROMPTS = [[3, 14, 15, 92, 65], [500, 7, 9]]
+SAMPLING = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 
 
 def die_in(stage: str) -> None:
@@ -57,19 +59,17 @@ def main() -> None:
     import sglang
 
     start = time.monotonic()
-    engine = sglang.Engine(model_path=order["model"], **{**_OPTIONS, **order.get("options", {})})
+    engine = sglang.Engine(model_path=order["model"], **{**ENGINE_OPTIONS, **order.get("options", {})})
 
-    def generate() -> list[list[int]]:
-        sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    def generate(**how: object) -> list[list[int]]:
         # One after the other: how requests are batched changes the rounding.
-        prompts = [[3, 14, 15, 92, 65], [500, 7, 9]]
-        return [engine.generate(input_ids=[prompt], sampling_params=sampling)[0]["output_ids"] for prompt in prompts]
+        return [engine.generate(input_ids=[prompt], sampling_params=SAMPLING, **how)[0]["output_ids"] for prompt in PROMPTS]
 
     say(tokens=generate(), seconds=time.monotonic() - start, pid=os.getpid())
     for line in sys.stdin:
         command = json.loads(line)
         if command["do"] == "generate":
-            say(tokens=generate())
+            say(tokens=generate(**command.get("how", {})))
         elif command["do"] == "call":
             try:
                 say(result=repr(getattr(engine, command["name"])(**command.get("kwargs", {}))))
