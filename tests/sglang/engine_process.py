@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 ENGINE_OPTIONS = {
     "device": "cpu",
@@ -46,8 +47,33 @@ def die_in(stage: str) -> None:
         setattr(loader, name, die)
 
 
-if __name__ == "__mp_main__" and os.environ.get("TEST_DIE_IN"):  # SGLang's processes import this file, too
-    die_in(os.environ["TEST_DIE_IN"])
+class Unpinned:
+    """torch, but for memory that is pinned."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        found = getattr(torch, name)
+        if name not in ("empty", "tensor", "zeros"):
+            return found
+        return lambda *arguments, pin_memory=False, **more: found(*arguments, **more)
+
+
+def without_pinning() -> None:
+    """SGLang pins memory for LoRA adapters whatever the device, and torch cannot without an accelerator: have it not pinned."""
+    import torch
+    from sglang.srt.lora import layers
+    from sglang.srt.lora.backend import torch_backend
+
+    layers.torch = torch_backend.torch = Unpinned()
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign,assignment]
+
+
+if __name__ == "__mp_main__":  # SGLang's processes import this file, too
+    if os.environ.get("TEST_DIE_IN"):
+        die_in(os.environ["TEST_DIE_IN"])
+    if os.environ.get("TEST_WITHOUT_PINNING"):
+        without_pinning()
 
 
 def say(**facts: object) -> None:
