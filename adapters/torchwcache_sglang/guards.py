@@ -13,14 +13,14 @@ from typing import Any
 from torchwcache_sglang import leases
 
 __all__ = [
+    "CALLER_GUARDS",
     "GUARDS",
     "UPDATER_GUARDS",
     "around_check",
-    "around_release",
-    "around_resume",
     "around_state",
     "refusing",
     "refusing_in_updater",
+    "refusing_memory",
     "refusing_to_caller",
     "updating_in_place",
 ]
@@ -44,7 +44,10 @@ _OUTPUTS = {
     "update_weights_from_ipc": "UpdateWeightsFromIPCReqOutput",
     "begin_weight_update": "BeginWeightUpdateReqOutput",
 }
-
+_MEMORY_OUTPUTS = {
+    "release_memory_occupation": "ReleaseMemoryOccupationReqOutput",
+    "resume_memory_occupation": "ResumeMemoryOccupationReqOutput",
+}
 
 _updating: ContextVar[bool] = ContextVar("torchwcache_updating", default=False)
 
@@ -58,6 +61,21 @@ def _reason(operation: str) -> str:
     return (
         f"{operation} is refused: the weights of this server are shared with other processes through torchwcache and must not "
         "change. Nothing was written. Start with TORCHWCACHE_MODE=off to update weights in place"
+    )
+
+
+def _asks_for_weights(request: Any) -> bool:
+    return not request.tags or _WEIGHTS in request.tags  # no tags are all of them
+
+
+def _memory_reason(operation: str) -> str:
+    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+
+    others = [tag for tag in GPU_MEMORY_ALL_TYPES if tag != _WEIGHTS]
+    return (
+        f"{operation} is refused for {_WEIGHTS!r}: the weights of this server are shared with other processes through "
+        f"torchwcache, and are not this one's to free. Nothing was done. Ask with tags={others} for the rest, or start "
+        "with TORCHWCACHE_MODE=off"
     )
 
 
@@ -103,22 +121,14 @@ def around_state(original: Callable[..., Any], scheduler: Any, request: Any) -> 
 def refusing_to_caller(operation: str) -> Callable[..., Any]:
     """An AROUND hook where the engine's own process is asked to release or resume memory.
 
-    The schedulers cannot refuse: their answer has no place for a reason, and what they raise ends the engine.
+    The schedulers cannot say why: their answer has no place for a reason, and what they raise ends the engine.
     """
 
     async def hook(original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
-
-        tags = list(request.tags or GPU_MEMORY_ALL_TYPES)
-        if _WEIGHTS in tags and any(_STATE in state for state in await manager.get_internal_state()):
+        if _asks_for_weights(request) and any(_STATE in state for state in await manager.get_internal_state()):
             from torchwcache.errors import RefusedError
 
-            others = [tag for tag in GPU_MEMORY_ALL_TYPES if tag != _WEIGHTS]
-            reason = (
-                f"{operation} is refused for {_WEIGHTS!r}: the weights of this server are shared with other processes through "
-                f"torchwcache, and are not this one's to free. Nothing was done. Ask with tags={others} for the rest, or start "
-                "with TORCHWCACHE_MODE=off"
-            )
+            reason = _memory_reason(operation)
             logger.error("%s", reason)
             raise RefusedError(reason, reason=reason, kind="SGLang")
         return await original(manager, request, *args, **kwargs)
@@ -133,46 +143,33 @@ def around_check(original: Callable[..., Any], checker: Any, action: str, *args:
     return original(checker, action, *args, **kwargs)
 
 
-def around_release(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """``release_memory_occupation`` in a scheduler, whoever asks it: everything but the weights, which are not its own to free."""
-    return original(manager, _without_weights(request, "release_memory_occupation"))
+def refusing_memory(operation: str, output: str) -> Callable[..., Any]:
+    """An AROUND hook for the scheduler's part of :func:`refusing_to_caller`, whoever it is that asks past that: nothing is done.
 
+    Its answer has no place for a reason, so that only the log has it.
+    """
 
-def around_resume(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """``resume_memory_occupation``: what :func:`around_release` released."""
-    return original(manager, _without_weights(request, "resume_memory_occupation"))
+    def hook(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+        if not leases.anything_shared() or not _asks_for_weights(request):
+            return original(manager, request)
+        from sglang.srt.managers import io_struct
 
+        logger.error("%s", _memory_reason(operation))
+        return getattr(io_struct, output)()
 
-def _without_weights(request: Any, operation: str) -> Any:
-    if not leases.anything_shared():
-        return request
-    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+    return hook
 
-    tags = list(request.tags or GPU_MEMORY_ALL_TYPES)
-    if _WEIGHTS not in tags:
-        return request
-    logger.error(
-        "%s: the weights stay, since they are shared with other processes through torchwcache; what is done: %s",
-        operation,
-        ", ".join(tag for tag in tags if tag != _WEIGHTS) or "nothing",
-    )
-    request.tags = [tag for tag in tags if tag != _WEIGHTS] or [_NOTHING]
-    return request
-
-
-_NOTHING = "torchwcache-nothing"
-"""No tags at all would mean all of them."""
 
 GUARDS: dict[str, Callable[..., Any]] = {
     **{f"{_MANAGER}.{name}": refusing(name) for name in _OUTPUTS},
-    f"{_MANAGER}.release_memory_occupation": around_release,
-    f"{_MANAGER}.resume_memory_occupation": around_resume,
+    **{f"{_MANAGER}.{name}": refusing_memory(name, output) for name, output in _MEMORY_OUTPUTS.items()},
     _SCHEDULER_STATE: around_state,
-    f"{_CALLER}.release_memory_occupation": refusing_to_caller("release_memory_occupation"),
-    f"{_CALLER}.resume_memory_occupation": refusing_to_caller("resume_memory_occupation"),
     _CHECKER: around_check,
 }
-"""Hooks on what the engine and its schedulers are asked, by target."""
+"""Hooks on what a scheduler is asked, by target."""
+
+CALLER_GUARDS: dict[str, Callable[..., Any]] = {f"{_CALLER}.{name}": refusing_to_caller(name) for name in _MEMORY_OUTPUTS}
+"""Hooks on what the engine is asked, where it is asked: in its own process, and in each of several tokenizer workers."""
 
 UPDATER_GUARDS: dict[str, Callable[..., Any]] = {
     f"{_UPDATER}.{name}": refusing_in_updater(name)

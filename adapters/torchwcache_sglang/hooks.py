@@ -10,6 +10,7 @@ from typing import Any
 
 from torchwcache_sglang import guards, seams
 from torchwcache_sglang.settings import options_from, split_extra_config
+from torchwcache_sglang.tokenizer_workers import WRITE_ARGUMENTS, around_write
 
 __all__ = ["GET_LOADER", "LOAD_MODEL", "around_get_model_loader", "around_load_model", "register_hooks"]
 
@@ -34,7 +35,8 @@ def register_hooks() -> None:
         _resolve(target)
     HookRegistry.register(GET_LOADER, around_get_model_loader, HookType.AROUND)
     HookRegistry.register(LOAD_MODEL, around_load_model, HookType.AROUND)
-    for target, hook in {**guards.GUARDS, **guards.UPDATER_GUARDS}.items():
+    others = {**guards.GUARDS, **guards.CALLER_GUARDS, **guards.UPDATER_GUARDS, WRITE_ARGUMENTS: around_write}
+    for target, hook in others.items():
         try:
             _resolve(target)
         except LookupError:

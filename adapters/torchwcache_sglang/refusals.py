@@ -9,7 +9,7 @@ import torch
 from torchwcache_sglang import seams
 from torchwcache_sglang.context import option
 
-__all__ = ["refusal"]
+__all__ = ["OPTIONS", "refusal"]
 
 _WRITES = "it writes into weights while the engine runs, and shared ones must not change"
 _MOVES = "it keeps weights in other memory than the device's"
@@ -33,6 +33,9 @@ _OPTIONS: tuple[tuple[str, str], ...] = (
 _DRAFT_OPTIONS = (
     ("enable_draft_weights_cpu_backup", "--enable-draft-weights-cpu-backup frees and restores weights, which are shared"),
 )
+
+OPTIONS: tuple[str, ...] = (*(name for name, _ in _OPTIONS + _DRAFT_OPTIONS), "dwdp_size", "startup_weight_load_mode")
+"""Names of the options that are refused, at least with some of their values."""
 
 
 def refusal(inner: Any, model_config: Any) -> str | None:

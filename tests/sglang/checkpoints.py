@@ -117,6 +117,27 @@ def eagle(original: Path, folder: Path) -> Path:
     return folder
 
 
+def adapter(original: Path, folder: Path, *, rank: int = 4) -> Path:
+    """A random LoRA adapter for a Llama's attention and feed-forward layers, as PEFT writes them."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder.mkdir()
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    random = torch.Generator().manual_seed(5)
+    tensors = {}
+    for name, weight in load_file(original / "model.safetensors").items():
+        if name.split(".")[-2] in targets:
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors[f"{module}.lora_A.weight"] = torch.randn(rank, weight.shape[1], generator=random) * 0.1
+            tensors[f"{module}.lora_B.weight"] = torch.randn(weight.shape[0], rank, generator=random) * 0.1
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    stated = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "bias": "none"}
+    config = {**stated, "base_model_name_or_path": str(original), "target_modules": list(targets), "lora_dropout": 0.0}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
 def main() -> None:
     import torch
     import transformers

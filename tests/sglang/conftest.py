@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 import tempfile
@@ -60,6 +61,14 @@ class Cache:
         return Engine(
             model, self.logs / f"engine{next(self._numbers)}.log", self.environment(**variables, **(env or {})), **options
         )
+
+    def serve(self, model: Path, *, launch: list[str], **options: Any) -> Any:
+        """A web server that asks for the cache by the key of its loader's options."""
+        from sglang_running import Server
+
+        asked = json.dumps({"torchwcache": {"mode": "daemon"}})
+        log = self.logs / f"server{next(self._numbers)}.log"
+        return Server(model, log, self.environment(), launch=launch, model_loader_extra_config=asked, **options)
 
     def command(self, *arguments: str) -> str:
         from sglang_running import command

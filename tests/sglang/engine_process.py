@@ -10,8 +10,9 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
-_OPTIONS = {
+ENGINE_OPTIONS = {
     "device": "cpu",
     "attention_backend": "torch_native",
     "skip_tokenizer_init": True,
@@ -25,6 +26,8 @@ _OPTIONS = {
     "random_seed": 0,
     "log_level": "info",
 }
+PROMPTS = [[3, 14, 15, 92, 65], [500, 7, 9]]
+SAMPLING = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
 
 
 def die_in(stage: str) -> None:
@@ -44,8 +47,33 @@ def die_in(stage: str) -> None:
         setattr(loader, name, die)
 
 
-if __name__ == "__mp_main__" and os.environ.get("TEST_DIE_IN"):  # SGLang's processes import this file, too
-    die_in(os.environ["TEST_DIE_IN"])
+class Unpinned:
+    """torch, but for memory that is pinned."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        found = getattr(torch, name)
+        if name not in ("empty", "tensor", "zeros"):
+            return found
+        return lambda *arguments, pin_memory=False, **more: found(*arguments, **more)
+
+
+def without_pinning() -> None:
+    """SGLang pins memory for LoRA adapters whatever the device, and torch cannot without an accelerator: have it not pinned."""
+    import torch
+    from sglang.srt.lora import layers
+    from sglang.srt.lora.backend import torch_backend
+
+    layers.torch = torch_backend.torch = Unpinned()
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign,assignment]
+
+
+if __name__ == "__mp_main__":  # SGLang's processes import this file, too
+    if os.environ.get("TEST_DIE_IN"):
+        die_in(os.environ["TEST_DIE_IN"])
+    if os.environ.get("TEST_WITHOUT_PINNING"):
+        without_pinning()
 
 
 def say(**facts: object) -> None:
@@ -57,19 +85,17 @@ def main() -> None:
     import sglang
 
     start = time.monotonic()
-    engine = sglang.Engine(model_path=order["model"], **{**_OPTIONS, **order.get("options", {})})
+    engine = sglang.Engine(model_path=order["model"], **{**ENGINE_OPTIONS, **order.get("options", {})})
 
-    def generate() -> list[list[int]]:
-        sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    def generate(**how: object) -> list[list[int]]:
         # One after the other: how requests are batched changes the rounding.
-        prompts = [[3, 14, 15, 92, 65], [500, 7, 9]]
-        return [engine.generate(input_ids=[prompt], sampling_params=sampling)[0]["output_ids"] for prompt in prompts]
+        return [engine.generate(input_ids=[prompt], sampling_params=SAMPLING, **how)[0]["output_ids"] for prompt in PROMPTS]
 
     say(tokens=generate(), seconds=time.monotonic() - start, pid=os.getpid())
     for line in sys.stdin:
         command = json.loads(line)
         if command["do"] == "generate":
-            say(tokens=generate())
+            say(tokens=generate(**command.get("how", {})))
         elif command["do"] == "call":
             try:
                 say(result=repr(getattr(engine, command["name"])(**command.get("kwargs", {}))))

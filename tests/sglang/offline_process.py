@@ -203,6 +203,36 @@ def options(model: str) -> dict[str, Any]:
     }
 
 
+def refusals(model: str) -> dict[str, Any]:
+    """Set one option after the other that is refused, where SGLang keeps it, and see what is said of it."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.runtime_context import get_context, get_parallel, get_server_args
+
+    from torchwcache_sglang.context import option_names
+    from torchwcache_sglang.refusals import OPTIONS, refusal
+
+    config = set_up(model)
+    draft = ModelConfig(model, dtype="float32", is_draft_model=True)
+    inner = loader_for(config).inner
+    names = [name for name in OPTIONS if name in option_names(get_server_args())]
+    found: dict[str, Any] = {"missing": sorted(set(OPTIONS) - set(names)), "before": refusal(inner, draft), "said": {}}
+    for name in names:
+        value = get_context().config_leaf(name)
+        other = {"dwdp_size": 2, "startup_weight_load_mode": "overlap"}.get(name, "something")
+        stamps = get_parallel()._stamp  # what process groups say goes before what was configured
+        get_context().override("test", **{name: other})
+        stamped = stamps.get(name)
+        if stamped is not None:
+            stamps[name] = other
+        found["said"][name] = refusal(inner, draft)
+        get_context().override("test", **{name: value})
+        if stamped is not None:
+            stamps[name] = stamped
+    found["after"] = refusal(inner, draft)
+    found["pointer_head"] = getattr(config, "pointer_head", "no such attribute")
+    return found
+
+
 def fingerprints(model: str) -> dict[str, Any]:
     """The fingerprint with one thing after the other changed that is no option."""
     from sglang.srt.configs.model_config import ModelConfig
@@ -283,6 +313,7 @@ _SCENARIOS: dict[str, Callable[..., dict[str, Any]]] = {
     "unwritten": unwritten,
     "draft_without_embedding": draft_without_embedding,
     "options": options,
+    "refusals": refusals,
     "fingerprints": fingerprints,
     "seams": seams,
 }

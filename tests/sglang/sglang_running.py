@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import http.client
 import json
 import os
 import re
 import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from engine_process import ENGINE_OPTIONS, PROMPTS, SAMPLING
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 180.0
@@ -24,7 +29,7 @@ class EngineDied(Exception):
     """An engine ended, or did not answer; carries its log."""
 
 
-def environment(socket: Path, cache: Path, **more: str) -> dict[str, str]:
+def environment(daemon: Path, cache: Path, **more: str) -> dict[str, str]:
     """For a process with SGLang in it, on the CPU."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG", "TORCHWCACHE"))}
     return {
@@ -34,7 +39,7 @@ def environment(socket: Path, cache: Path, **more: str) -> dict[str, str]:
         "TORCHDYNAMO_DISABLE": "1",
         "HF_HUB_OFFLINE": "1",
         "XDG_CACHE_HOME": str(cache),
-        "TORCHWCACHE_SOCKET": str(socket),
+        "TORCHWCACHE_SOCKET": str(daemon),
         **more,
     }
 
@@ -48,65 +53,14 @@ class Line:
         self.published = "published;" in found[4]
 
 
-class Engine:
-    """One engine. A context manager: leaving it ends the engine and all it started."""
+class Running:
+    """A process with an engine in it, in a session of its own. A context manager: leaving it ends it and all it started."""
 
-    def __init__(self, model: Path, log: Path, env: dict[str, str], **options: Any) -> None:
+    def __init__(self, command: list[str], log: Path, env: dict[str, str], **streams: int) -> None:
         self.log = log
         self._errors = log.open("wb")
-        self._buffer = b""
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "engine_process.py"), json.dumps({"model": str(model), "options": options})],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=env,
-            cwd=log.parent,
-            start_new_session=True,
-        )
-
-    def started(self) -> list[list[int]]:
-        """The tokens of the first answer."""
-        return self._answer()["tokens"]
-
-    def ask(self, **order: Any) -> dict[str, Any]:
-        """Give an order, and wait for the answer."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order).encode() + b"\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def generate(self) -> list[list[int]]:
-        return self.ask(do="generate")["tokens"]
-
-    def call(self, name: str, **kwargs: Any) -> dict[str, Any]:
-        return self.ask(do="call", name=name, kwargs=kwargs)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        deadline = time.monotonic() + TIMEOUT_S
-        while True:
-            line, newline, rest = self._buffer.partition(b"\n")
-            if newline:
-                self._buffer = rest
-                if line.startswith(b"RESULT "):
-                    return json.loads(line.removeprefix(b"RESULT "))
-                self._errors.write(line + b"\n")  # SGLang's workers write to the same output
-                continue
-            if not select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise EngineDied(f"no answer within {TIMEOUT_S} s\n{self.said[-4000:]}")
-            data = os.read(self._process.stdout.fileno(), 65536)
-            if not data:
-                raise EngineDied(f"the engine ended\n{self.said[-6000:]}")
-            self._buffer += data
-
-    def failed(self) -> str:
-        """Wait for an engine that is not to start; what it said."""
-        try:
-            tokens = self._answer()
-        except EngineDied:
-            return self.said
-        raise AssertionError(f"the engine started: {tokens}")
+        where = {"stdin": subprocess.DEVNULL, "stdout": self._errors, "stderr": self._errors, **streams}
+        self._process = subprocess.Popen(command, **where, env=env, cwd=log.parent, start_new_session=True)
 
     @property
     def said(self) -> str:
@@ -142,16 +96,126 @@ class Engine:
                     continue
         self._process.wait(timeout=30)
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end(signal.SIGKILL)
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            if stream is not None:
+                stream.close()
+
+
+class Engine(Running):
+    """One engine in a program of a user's."""
+
+    def __init__(self, model: Path, log: Path, env: dict[str, str], **options: Any) -> None:
+        order = json.dumps({"model": str(model), "options": options})
+        command = [sys.executable, str(HERE / "engine_process.py"), order]
+        super().__init__(command, log, env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._buffer = b""
+
+    def started(self) -> list[list[int]]:
+        """The tokens of the first answer."""
+        return self._answer()["tokens"]
+
+    def ask(self, **order: Any) -> dict[str, Any]:
+        """Give an order, and wait for the answer."""
         assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def generate(self, **how: Any) -> list[list[int]]:
+        return self.ask(do="generate", how=how)["tokens"]
+
+    def call(self, name: str, **kwargs: Any) -> dict[str, Any]:
+        return self.ask(do="call", name=name, kwargs=kwargs)
+
+    def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._errors.close()
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            line, newline, rest = self._buffer.partition(b"\n")
+            if newline:
+                self._buffer = rest
+                if line.startswith(b"RESULT "):
+                    return json.loads(line.removeprefix(b"RESULT "))
+                self._errors.write(line + b"\n")  # SGLang's workers write to the same output
+                continue
+            if not select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise EngineDied(f"no answer within {TIMEOUT_S} s\n{self.said[-4000:]}")
+            data = os.read(self._process.stdout.fileno(), 65536)
+            if not data:
+                raise EngineDied(f"the engine ended\n{self.said[-6000:]}")
+            self._buffer += data
+
+    def failed(self) -> str:
+        """Wait for an engine that is not to start; what it said."""
+        try:
+            tokens = self._answer()
+        except EngineDied:
+            return self.said
+        raise AssertionError(f"the engine started: {tokens}")
+
+
+class Server(Running):
+    """An engine behind SGLang's own web server, on a port that was free.
+
+    Args:
+        launch: The command that starts it, up to its options.
+        options: Options of SGLang's, beside those that a small engine on the CPU needs.
+    """
+
+    def __init__(self, model: Path, log: Path, env: dict[str, str], *, launch: list[str], **options: Any) -> None:
+        self.port = _free_port()
+        options = {**ENGINE_OPTIONS, "model_path": model, "port": self.port, "skip_server_warmup": True, **options}
+        super().__init__([*launch, *_flags(options)], log, env)
+
+    def started(self) -> list[list[int]]:
+        """Wait until it answers; the tokens of the first answer."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline:
+            try:
+                if self.ask("/health", timeout_s=20)[0] == 200:
+                    return self.generate()
+            except OSError:
+                if self._process.poll() is not None:
+                    raise EngineDied(f"the server ended\n{self.said[-6000:]}") from None
+            time.sleep(0.2)
+        raise EngineDied(f"no answer within {TIMEOUT_S} s\n{self.said[-4000:]}")
+
+    def ask(self, path: str, body: object = None, *, timeout_s: float = 60) -> tuple[int, str]:
+        """The status and the text of an answer; each time on a connection of its own, so that any worker may get it."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        try:
+            text = None if body is None else json.dumps(body)
+            connection.request("GET" if body is None else "POST", path, text, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+    def generate(self) -> list[list[int]]:
+        found = []
+        for prompt in PROMPTS:
+            status, text = self.ask("/generate", {"input_ids": prompt, "sampling_params": SAMPLING})
+            assert status == 200, text
+            found.append(json.loads(text)["output_ids"])
+        return found
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _flags(options: dict[str, Any]) -> Iterator[str]:
+    for name, value in options.items():
+        yield "--" + name.replace("_", "-")
+        if value is not True:
+            yield str(value)
 
 
 def _session(process: Path) -> int:

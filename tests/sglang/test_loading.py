@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ from checkpoints import block_fp8, eagle, without
 from sglang_running import offline
 
 pytestmark = pytest.mark.timeout(400)
+
+REFUSED_SINCE = {"ple_offload_embedding": (0, 5, 20), "enable_paged_experts": (0, 5, 23), "startup_weight_load_mode": (0, 5, 18)}
+"""Options that came with a release later than 0.5.17."""
 
 
 @pytest.mark.parametrize("kind", ["dense", "tied", "moe", "mla"])
@@ -106,6 +110,19 @@ def test_every_option_of_the_engine_counts_or_is_known_not_to(cache: Any, checkp
     assert found["wrongly counting"] == []
     assert found["counting"] > 150
     assert found["neutral"] > 250
+
+
+def test_every_option_that_is_refused_is_one_of_sglangs(cache: Any, checkpoints: Path) -> None:
+    """A name that SGLang does not have would be refused in vain."""
+    found = offline(cache.environment(TORCHWCACHE_MODE="client"), "refusals", model=str(checkpoints / "dense"))
+    installed = tuple(int(number) for number in metadata.version("sglang").split(".")[:3])
+    assert found["missing"] == sorted(name for name, since in REFUSED_SINCE.items() if installed < since)
+    assert (found["before"], found["after"]) == (None, None)
+    assert len(found["said"]) + len(found["missing"]) == 16
+    for name, said in found["said"].items():
+        assert said is not None, name
+        assert "--" + name.replace("_", "-") in said
+    assert found["pointer_head"] == (None if installed >= (0, 5, 23) else "no such attribute")
 
 
 def test_what_else_the_fingerprint_holds(cache: Any, checkpoints: Path) -> None:

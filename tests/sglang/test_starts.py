@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import without
+from checkpoints import adapter, without
 from sglang_running import EngineDied, OpenedFiles
 
 pytestmark = pytest.mark.timeout(600)
@@ -142,6 +142,23 @@ def test_weights_are_not_written_while_they_are_shared(cache: Any, checkpoints: 
                 assert engine.call(name, tags=["kv_cache", "cuda_graph"]) == {"result": "None"}
             assert engine.call("get_server_info")["result"].count("'torchwcache': {'weights': 'shared'}") == 1
             assert engine.generate() == tokens
+
+
+def test_an_adapter_beside_shared_weights_answers_as_beside_ones_own(cache: Any, checkpoints: Path, tmp_path: Path) -> None:
+    model = checkpoints / "dense"
+    paths = {"tuned": str(adapter(model, tmp_path / "adapter"))}
+    lora = {"lora_paths": paths, "lora_backend": "torch_native", "env": {"TEST_WITHOUT_PINNING": "1"}}
+    with cache.start(model, mode="", **lora) as plain:
+        base = plain.started()
+        tuned = plain.generate(lora_path="tuned")
+        assert tuned != base
+    for what in ("miss", "hit"):
+        with OpenedFiles(*weights_of(model)) as opened, cache.start(model, **lora) as engine:
+            assert engine.started() == base
+            assert [line.what for line in engine.lines] == [what], engine.said
+            assert engine.generate(lora_path="tuned") == tuned
+            assert engine.generate() == base, "the adapter is not merged"
+            assert bool(opened.look()) is (what == "miss")
 
 
 def test_without_the_cache_weights_can_be_updated(cache: Any, checkpoints: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import enum
 import json
 import logging
+import pickle
 import sys
 import types
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from torch import nn
 
 from torchwcache.config import Mode, Policy
 from torchwcache.errors import ConfigError, PluginError, RefusedError
-from torchwcache_sglang import guards, hooks, leases, memory, plugin, seams
+from torchwcache_sglang import guards, hooks, leases, memory, plugin, refusals, seams, tokenizer_workers
 from torchwcache_sglang.canonical import plain, without_itself
 from torchwcache_sglang.context import environment_names, option_names
 from torchwcache_sglang.options import COUNTING, NEUTRAL
@@ -279,29 +280,61 @@ def test_what_is_not_cached_is_said_or_stops_the_start(
         hooks.around_get_model_loader(lambda config, model: DummyModelLoader(config), LoadConfig(), object())
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("enable_eplb", True),
-        ("enable_weights_cpu_backup", True),
-        ("cpu_offload_gb", 3),
-        ("dwdp_size", 2),
-        ("weight_cache_mode", "client"),
-    ],
-)
+# An example of a value for each option that is refused; its value where it is off; and whether only drafts are refused for it.
+REFUSED_OPTIONS: dict[str, tuple[object, object]] = {
+    "enable_eplb": (True, False),
+    "enable_elastic_expert_backup": (True, False),
+    "elastic_ep_backend": ("mooncake", None),
+    "enable_weights_cpu_backup": (True, False),
+    "enable_draft_weights_cpu_backup": (True, False),
+    "cpu_offload_gb": (3, 0),
+    "offload_group_size": (2, -1),
+    "ple_offload_embedding": ("disk", "none"),
+    "enable_paged_experts": (True, False),
+    "kt_weight_path": ("/weights", None),
+    "dwdp_size": (2, 1),
+    "rl_quant_profile": ("/profile", None),
+    "modelopt_quant": ("fp8", None),
+    "quantize_and_serve": (True, False),
+    "weight_cache_mode": ("client", "off"),
+    "startup_weight_load_mode": ("overlap", "serial"),
+}
+
+
+def test_every_refused_option_has_an_example() -> None:
+    assert set(refusals.OPTIONS) == set(REFUSED_OPTIONS)
+
+
+@pytest.mark.parametrize("option", REFUSED_OPTIONS)
 def test_options_that_write_or_move_weights_are_refused(
-    sglang_loader: types.ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, option: str, value: object
+    sglang_loader: types.ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, option: str
 ) -> None:
     monkeypatch.setenv("TORCHWCACHE_MODE", "daemon")
+    on, off = REFUSED_OPTIONS[option]
     kind = type("ServerArgs", (), {"__dataclass_fields__": {option: None}})
     arguments = kind()
     monkeypatch.setattr(sys.modules["sglang.srt.runtime_context"], "get_server_args", lambda: arguments)
-    setattr(arguments, option, value)
-    loader = hooks.around_get_model_loader(make_default, LoadConfig(), object())
-    assert type(loader) is DefaultModelLoader
-    assert option.replace("_", "-") in caplog.text
-    setattr(arguments, option, {"cpu_offload_gb": 0, "dwdp_size": 1, "weight_cache_mode": "off"}.get(option, False))
-    assert type(hooks.around_get_model_loader(make_default, LoadConfig(), object())).__name__ == "CacheLoader"
+    model = types.SimpleNamespace(is_draft_model="draft" in option)
+    setattr(arguments, option, on)
+    assert type(hooks.around_get_model_loader(make_default, LoadConfig(), model)) is DefaultModelLoader
+    assert "--" + option.replace("_", "-") in caplog.text
+    setattr(arguments, option, off)
+    assert type(hooks.around_get_model_loader(make_default, LoadConfig(), model)).__name__ == "CacheLoader"
+    if "draft" in option:
+        setattr(arguments, option, on)
+        target = types.SimpleNamespace(is_draft_model=False)
+        assert type(hooks.around_get_model_loader(make_default, LoadConfig(), target)).__name__ == "CacheLoader"
+
+
+def test_a_merged_adapter_is_refused(
+    sglang_loader: types.ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHWCACHE_MODE", "daemon")
+    model = types.SimpleNamespace(pointer_head=object())
+    assert type(hooks.around_get_model_loader(make_default, LoadConfig(), model)) is DefaultModelLoader
+    assert "a LoRA adapter is merged into the weights while loading" in caplog.text
+    model.pointer_head = None
+    assert type(hooks.around_get_model_loader(make_default, LoadConfig(), model)).__name__ == "CacheLoader"
 
 
 # ---- self-check --------------------------------------------------------------------------------------------------------------
@@ -388,12 +421,27 @@ def test_what_nobody_measured_is_taken_to_be_what_is_mapped() -> None:
 def loading_process(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object, object]]:
     """As in a scheduler: what loads models is imported. Gives what was registered."""
     registered: list[tuple[str, object, object]] = []
-    registry = types.SimpleNamespace(register=lambda *hook: registered.append(hook))
-    kinds = types.SimpleNamespace(AROUND="around")
+
+    class Registry:
+        applied = 0
+
+        @staticmethod
+        def register(*hook: Any) -> None:
+            registered.append(hook)
+
+        @classmethod
+        def apply_hooks(cls) -> None:
+            cls.applied = len(registered)
+
+    registry, kinds = Registry, types.SimpleNamespace(AROUND="around", AFTER="after")
     stand_in(monkeypatch, "sglang.srt.plugins.hook_registry", HookRegistry=registry, HookType=kinds)
     stand_in(monkeypatch, "sglang.srt.model_loader.loader", get_model_loader=make_default)
     stand_in(monkeypatch, "sglang.srt.model_executor.model_runner", ModelRunner=Runner)
     return registered
+
+
+def targets(registered: list[Any]) -> list[str]:
+    return [target for target, _, _ in registered]
 
 
 def test_hooks_are_registered_where_models_are_loaded(loading_process: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,14 +457,65 @@ def test_where_nothing_is_loaded_nothing_is_imported(loading_process: list[Any],
     monkeypatch.delitem(sys.modules, "sglang.srt.model_loader.loader")
     monkeypatch.setattr(hooks, "_resolve", lambda target: None)
     plugin.register()
-    assert not loading_process, "nobody asked"
+    assert targets(loading_process) == [plugin.LOAD_PLUGINS], "nobody asked"
+    loading_process.clear()
     monkeypatch.setenv("TORCHWCACHE_MODE", "client")
     stand_in(monkeypatch, "sglang.srt.managers.detokenizer_manager")
     plugin.register()
     assert not loading_process, "a detokenizer loads no models"
     monkeypatch.delitem(sys.modules, "sglang.srt.managers.detokenizer_manager")
     plugin.register()
-    assert loading_process, "a script that loads its plugins first"
+    assert {hooks.GET_LOADER, *guards.CALLER_GUARDS} <= set(targets(loading_process)), "a script that loads its plugins first"
+
+
+def test_a_server_that_loads_plugins_before_all_else_gets_its_hooks_with_the_rest(
+    loading_process: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``sglang serve`` looks at its options, which may ask for the cache, after that."""
+    loader = sys.modules["sglang.srt.model_loader.loader"]
+    monkeypatch.delitem(sys.modules, "sglang.srt.model_loader.loader")
+    monkeypatch.setattr(hooks, "_resolve", lambda target: None)
+    plugin.register()
+    ((_, asked_again, kind),) = loading_process
+    loading_process.clear()
+    assert kind == "after"
+    assert asked_again(None) is None
+    assert not loading_process, "there is nothing to hook yet"
+    monkeypatch.setitem(sys.modules, "sglang.srt.model_loader.loader", loader)
+    for _ in range(2):
+        asked_again(None)
+    assert len(set(targets(loading_process))) == len(loading_process)
+    assert set(guards.CALLER_GUARDS) <= set(targets(loading_process))
+    assert sys.modules["sglang.srt.plugins.hook_registry"].HookRegistry.applied == len(loading_process)
+
+
+def test_what_cannot_be_hooked_later_does_not_stop_a_server(
+    loading_process: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = sys.modules["sglang.srt.model_loader.loader"]
+    monkeypatch.delitem(sys.modules, "sglang.srt.model_loader.loader")
+    plugin.register()
+    ((_, asked_again, _),) = loading_process
+    monkeypatch.setitem(sys.modules, "sglang.srt.model_loader.loader", loader)
+    monkeypatch.delattr(loader, "get_model_loader")
+    asked_again(None)
+    assert "torchwcache cannot be used with this SGLang" in caplog.text
+
+
+@pytest.mark.parametrize("asked", ["by key", "by variable", "not at all", "off"])
+def test_tokenizer_workers_get_guards_with_their_arguments(
+    loading_process: list[Any], monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    extra = '{"torchwcache": {}}' if asked in ("by key", "off") else "{}"
+    if asked != "not at all":
+        monkeypatch.setenv("TORCHWCACHE_MODE", {"by key": "", "off": "off"}.get(asked, "client"))
+    arguments = (1, types.SimpleNamespace(model_loader_extra_config=extra), {"max_req_input_len": 3})
+    text = tokenizer_workers.around_write(lambda content, name: pickle.dumps(content), arguments, "a name")
+    assert not loading_process
+    assert pickle.loads(text) == arguments
+    wanted = list(guards.CALLER_GUARDS) if asked in ("by key", "by variable") else []
+    assert targets(loading_process) == wanted
+    assert sys.modules["sglang.srt.plugins.hook_registry"].HookRegistry.applied == len(wanted)
 
 
 def test_a_release_without_our_seam_is_said_loudly_or_stops(
@@ -476,7 +575,9 @@ class Answer:
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch, "sglang.srt.managers.io_struct", **dict.fromkeys(guards._OUTPUTS.values(), Answer))
+    answers = dict.fromkeys(guards._OUTPUTS.values(), Answer)
+    empty = dict.fromkeys(guards._MEMORY_OUTPUTS.values(), lambda: "nothing done")
+    stand_in(monkeypatch, "sglang.srt.managers.io_struct", **answers, **empty)
     stand_in(monkeypatch, "sglang.srt.constants", GPU_MEMORY_ALL_TYPES=["kv_cache", "weights", "cuda_graph"])
     monkeypatch.setattr(leases, "_shared", True)
 
@@ -495,19 +596,23 @@ def test_writes_are_refused_before_anything_is_written(shared: None) -> None:
         guards.refusing_in_updater("begin_weight_update")(writes, object())
 
 
-@pytest.mark.parametrize(
-    ("tags", "left"),
-    [
-        (None, ["kv_cache", "cuda_graph"]),
-        (["kv_cache"], ["kv_cache"]),
-        (["weights", "kv_cache"], ["kv_cache"]),
-        (["weights"], [guards._NOTHING]),
-    ],
-)
-def test_memory_is_released_but_for_the_weights(shared: None, tags: list[str] | None, left: list[str]) -> None:
-    for hook in (guards.around_release, guards.around_resume):
-        request = types.SimpleNamespace(tags=tags)
-        assert hook(lambda manager, asked: asked.tags, object(), request) == left
+MEMORY = [(name, guards.refusing_memory(name, output)) for name, output in guards._MEMORY_OUTPUTS.items()]
+
+
+@pytest.mark.parametrize("tags", [None, [], ["weights"], ["weights", "kv_cache"]])
+def test_a_scheduler_does_nothing_for_whoever_asks_for_weights(
+    shared: None, caplog: pytest.LogCaptureFixture, tags: list[str] | None
+) -> None:
+    """Not the rest of it either: whoever asks is told that nothing was done, if not by the answer then by the log."""
+    for name, hook in MEMORY:
+        assert hook(writes, object(), types.SimpleNamespace(tags=tags)) == "nothing done"
+        assert f"{name} is refused for 'weights'" in caplog.text
+
+
+def test_memory_of_the_engines_own_is_released(shared: None) -> None:
+    for _, hook in MEMORY:
+        request = types.SimpleNamespace(tags=["kv_cache", "cuda_graph"])
+        assert hook(lambda manager, asked: asked, object(), request) is request
 
 
 class Manager:
@@ -548,7 +653,8 @@ def test_the_checker_of_weights_does_not_write(shared: None) -> None:
 def test_nothing_is_guarded_while_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "_shared", False)
     request = types.SimpleNamespace(tags=None)
-    assert guards.around_release(lambda manager, asked: asked.tags, object(), request) is None
+    for _, hook in MEMORY:
+        assert hook(lambda manager, asked: asked, object(), request) is request
     assert guards.refusing("update_weights_from_disk")(lambda manager, asked: "done", object(), request) == "done"
     state = guards.around_state(lambda scheduler, asked: types.SimpleNamespace(internal_state={}), object(), object())
     assert state.internal_state == {}
