@@ -33,6 +33,8 @@ class AttachReport:
     Attributes:
         source: ``cache`` (a hit), ``waited`` (another process was producing it), or ``disk``.
         published: Whether this process published what it loaded.
+        sealed: Whether the weights lie in memory that nobody may write any more, though nobody may ever have heard of it: a publish
+            that failed at its very end.
         seconds: Wall time by phase; phases that did not happen are missing.
         mapped_nbytes: Bytes shared with every other process.
         copied_nbytes: Bytes of private copies (buffers that the module may write).
@@ -46,6 +48,7 @@ class AttachReport:
 
     source: Literal["cache", "waited", "disk"] = "disk"
     published: bool = False
+    sealed: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     mapped_nbytes: int = 0
     copied_nbytes: int = 0

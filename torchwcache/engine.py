@@ -406,16 +406,21 @@ class RankStart:
         """Bytes of this rank's device that a load and a publish take."""
         return needed_nbytes(self.attaching.memory, self.attaching.weights_nbytes())
 
-    def free_up(self, nbytes: int, free: Callable[[], int] | None = None) -> None:
+    def free_up(self, nbytes: int, free: Callable[[], int] | None = None) -> int:
         """Evict what nobody uses on this rank's device until ``nbytes`` are free, if that can be had so. Never raises for it.
 
         Args:
             nbytes: How many the engine wants.
             free: How many are free by the engine's own count.
+
+        Returns:
+            Bytes of what was evicted.
         """
         if self.attachment is None and self.answer is not None:
             self._give_hit_back(self.answer)
-        self.evicted_nbytes += free_up(self.attaching.options.socket, self.attaching.memory, nbytes, free)
+        evicted = free_up(self.attaching.options.socket, self.attaching.memory, nbytes, free)
+        self.evicted_nbytes += evicted
+        return evicted
 
     def _finish_content(self) -> None:
         if not self.why and self.error is None:
@@ -459,7 +464,7 @@ class RankStart:
     def _agreed_at_last(self) -> None:
         """No rank serves when one was told to stop, and all learn whether weights of any of them are shared."""
         report = self.report
-        mine = "shared" if report.source != "disk" or report.published else "private"
+        mine = "shared" if report.source != "disk" or report.sealed else "private"
         words = self.group.exchange(mine if self.error is None else f"stop {self.error}", "the end of the load")
         self.shared = "shared" in words
         if self.error is not None:

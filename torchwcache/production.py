@@ -335,6 +335,7 @@ def publish_module(
     memory = writer.memory
     with report.phase("publish"):
         placements = pack(captured, writer)
+        report.sealed = True
         fds = [segment.seal() for segment in writer.segments]
         sizes = [segment.nbytes for segment in writer.segments]
         addresses = [segment.address for segment in writer.segments]

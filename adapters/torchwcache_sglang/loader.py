@@ -53,9 +53,7 @@ class CacheLoader(BaseModelLoader):  # type: ignore[misc]
         own = OwnMemory(cfg.device)
         start = RankStart(cfg, adapter, self.options, group, say=logger.info)
         attachment = self.attachment = start.finish()
-        report = attachment.report
-        shared = report.source != "disk" or report.published
-        leases.remember(shared="shared" in group.exchange("shared" if shared else "private", "what is shared"))
+        leases.remember(shared=start.shared)
         self.baseline_nbytes = baseline_nbytes(attachment, own.nbytes("reserved"), static_fraction(), start.evicted_nbytes)
         self.preloaded_weights_bytes = max(0, self.baseline_nbytes)
         return attachment.model

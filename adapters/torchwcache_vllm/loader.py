@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from torchwcache.config import Mode, ModelConfig, Role
 from torchwcache.engine import EngineOptions, RankStart
 from torchwcache.engine_memory import OwnMemory
 from torchwcache.errors import RefusedError
+from torchwcache.memory.select import memory_for
+from torchwcache.production import free_up
 from torchwcache_vllm.adapter import Stage, VLLMAdapter
 from torchwcache_vllm.guards import LOAD_FORMAT, guard, refusal_of, refuse_write
-from torchwcache_vllm.memory import charge_later, counted_by_vllm, external_nbytes, not_counted_nbytes
+from torchwcache_vllm.memory import charge_later, counted_by_vllm, evict_for, external_nbytes, not_counted_nbytes
 from torchwcache_vllm.ranks import parallelism, ranks_of, shared_anywhere
 from torchwcache_vllm.versions import OLDEST, parse, seam_problems, version_note
 
@@ -38,6 +41,9 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
     Options are keys of ``--model-loader-extra-config``, beside those of vLLM's default loader; see ``EngineOptions``. The mode is
     ``daemon`` unless something else is asked for: this load format *is* the asking.
     """
+
+    evicted_nbytes = 0
+    """By how many bytes more are free on this engine's device, since entries that nobody used were evicted for it."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
@@ -74,8 +80,21 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
         vLLM calls this since 0.32, on GPUs; before, see ``torchwcache_vllm.memory``.
         """
         start = self._start(vllm_config, vllm_config.model_config, "")
-        if start is None:
+        external = 0 if start is None else self._decide(start)
+        evict: Callable[[int, Callable[[], int]], int]
+        if start is not None:
+            evict, device, needed = start.free_up, start.cfg.device, 0 if external else start.needed_nbytes()
+        elif self.options.mode is not Mode.OFF:
+            memory = memory_for("cuda")
+            evict, device, needed = functools.partial(free_up, self.options.socket, memory), str(memory.device), 0
+        else:
             return 0
+        self.evicted_nbytes = evict_for(evict, device, vllm_config.cache_config, external=external, needed=needed)
+        return external
+
+    @staticmethod
+    def _decide(start: RankStart) -> int:
+        """Bytes that vLLM is to count for what is mapped; 0 when it is going to be loaded."""
         own = OwnMemory(start.cfg.device)
         start.adapter.put_off = True  # type: ignore[attr-defined]
         if not start.decide():

@@ -12,15 +12,31 @@ import functools
 import inspect
 import math
 import sys
+import time
 import weakref
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from torchwcache.attachment import Attachment
 from torchwcache.engine_memory import Count, growth_of
 
-__all__ = ["charge_later", "correct_start_check", "counted_by_vllm", "external_nbytes", "not_counted_nbytes", "requested_beside"]
+__all__ = [
+    "charge_later",
+    "correct_start_check",
+    "counted_by_vllm",
+    "evict_for",
+    "external_nbytes",
+    "not_counted_nbytes",
+    "note_evicted",
+    "requested_beside",
+]
 
 _MARK = "_torchwcache_external"
+_GIVEN_BACK_WITHIN_S = 5.0
+_OTHERS_NBYTES = 64 << 20
+"""What other processes may take meanwhile without our waiting for it."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -57,7 +73,8 @@ def correct_start_check() -> None:
 
     @functools.wraps(original)
     def request_memory(init_snapshot: Any, cache_config: Any) -> int:
-        external = _external_nbytes(get_current_vllm_config_or_none())
+        external, evicted = _external_nbytes(get_current_vllm_config_or_none())
+        note_evicted(init_snapshot, evicted)
         if external == 0:
             return int(original(init_snapshot, cache_config))
         return requested_beside(external, init_snapshot, cache_config)
@@ -84,6 +101,41 @@ def requested_beside(external: int, snapshot: Any, cache_config: Any) -> int:
             f"{external / 2**30:.2f} GiB); lower --gpu-memory-utilization, or free memory that other processes use"
         )
     return int(requested)
+
+
+def evict_for(
+    evict: Callable[[int, Callable[[], int]], int], device: str, cache_config: Any, *, external: int = 0, needed: int = 0
+) -> int:
+    """Have entries that nobody uses evicted before vLLM counts memory, where it would otherwise find too little and stop the start.
+
+    Args:
+        evict: Evicts until so many bytes are free, by a count of what is; returns the bytes of what was evicted.
+        device: As torch names it.
+        cache_config: vLLM's, with ``gpu_memory_utilization``.
+        external: Bytes of weights that are mapped, which vLLM is not going to ask for.
+        needed: Bytes that a load and a publish take: an eviction in the middle of them would be memory that vLLM did not know of.
+
+    Returns:
+        By how many bytes more are free.
+    """
+
+    def free() -> int:
+        return int(torch.cuda.mem_get_info(device)[0])
+
+    before, total = torch.cuda.mem_get_info(device)
+    evicted = evict(max(math.ceil(total * cache_config.gpu_memory_utilization) - external, needed), free)
+    # The driver gives it back bit by bit. What came later would look to vLLM as if this engine had freed it.
+    deadline = time.monotonic() + _GIVEN_BACK_WITHIN_S
+    while free() < before + evicted - _OTHERS_NBYTES and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return max(0, free() - before)
+
+
+def note_evicted(snapshot: Any, nbytes: int) -> None:
+    """Correct vLLM's first look at a device, a ``MemorySnapshot``, for what was evicted since; in bytes."""
+    for name, change in (("free_memory", nbytes), ("cuda_memory", -nbytes), ("non_torch_memory", -nbytes)):
+        if nbytes and hasattr(snapshot, name):
+            setattr(snapshot, name, getattr(snapshot, name) + change)
 
 
 def external_nbytes(attachment: Attachment, own: int) -> int:
@@ -118,12 +170,14 @@ def counted_by_vllm() -> Count:
     return "reserved" if hasattr(BaseModelLoader, "get_external_weight_memory") else "allocated"
 
 
-def _external_nbytes(vllm_config: Any) -> int:
+def _external_nbytes(vllm_config: Any) -> tuple[int, int]:
+    """Bytes of weights that are mapped, and by how many bytes more are free, since others were evicted."""
     from torchwcache_vllm.loader import LOAD_FORMAT, TorchwcacheModelLoader
 
     if vllm_config is None or vllm_config.load_config.load_format != LOAD_FORMAT:
-        return 0  # no loader of another's is made: that may do something
-    return TorchwcacheModelLoader(vllm_config.load_config).get_external_weight_memory(vllm_config)
+        return 0, 0  # no loader of another's is made: that may do something
+    loader = TorchwcacheModelLoader(vllm_config.load_config)
+    return loader.get_external_weight_memory(vllm_config), loader.evicted_nbytes
 
 
 def charge_later(nbytes: int, vllm_config: Any) -> None:

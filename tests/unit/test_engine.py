@@ -257,6 +257,20 @@ def test_room_is_made_for_a_shard_and_not_for_the_checkpoint_of_all_ranks(engine
     close(results)
 
 
+def test_a_publish_that_fails_at_its_end_leaves_weights_that_may_not_be_written(engine, monkeypatch):
+    """Whether the daemon heard of the commit nobody knows, and on a GPU the memory is read-only by then."""
+
+    def fail(connection: DaemonConnection, request: Any, fds: Any) -> Any:
+        raise DaemonUnavailable("it died at this very moment")
+
+    monkeypatch.setattr(DaemonConnection, "commit", fail)
+    started = engine()
+    results = started.start()
+    assert sources(results) == [("disk", False)] * RANKS
+    assert started.shared == [True] * RANKS
+    close(results)
+
+
 @pytest.fixture
 def full_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[int]]:
     """Each rank's memory is full until something is evicted for this rank; gives the ranks that asked, as numbers of threads."""
