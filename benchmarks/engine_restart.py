@@ -1,6 +1,6 @@
 """How the real vLLM and the real SGLang start: from disk, from torchwcache, and from the engine's own weight cache.
 
-    python benchmarks/engine_restart.py vllm|sglang [--device cuda|cpu] [--quick] [--parts bf16,fp8,large,tp2]
+    python benchmarks/engine_restart.py vllm|sglang [--device cuda|cpu] [--quick] [--parts bf16,fp8,large,idle,tp2]
         [--logs FOLDER] [--out FILE] [--dir FOLDER] [--docs | --docs-only]
 
 Makes checkpoints with random weights; starts the engine from disk with its files in the page cache, as the first that uses the
@@ -58,6 +58,7 @@ class Part:
     Attributes:
         beside: Start a second engine beside the first, and let it sleep; kill the daemon under the last.
         own: Start from the engine's own weight cache, too.
+        idle_gib: How much of weights that nobody uses lies on the GPU when the first engine starts with the cache.
     """
 
     kind: str
@@ -66,6 +67,7 @@ class Part:
     tp: int = 1
     beside: bool = False
     own: bool = False
+    idle_gib: float = 0.0
     options: tuple[tuple[str, Any], ...] = ()
 
 
@@ -76,8 +78,9 @@ def parts_for(engine: str, *, on_gpu: bool, small: bool) -> dict[str, Part]:
     most = ((fraction, 0.92 if engine == "vllm" else 0.9),) if on_gpu else ()
     parts = {
         "bf16": Part(kind="bf16", gib=gib, title="bf16", beside=True, own=engine == "sglang" and on_gpu),
-        "fp8": Part(kind="fp8", gib=gib, title="block-wise FP8"),
+        "fp8": Part(kind="fp8", gib=gib, title="block-wise FP8", beside=True),
         "large": Part(kind="large", gib=gib if small else 92.0, title="large, bf16", options=most),
+        "idle": Part(kind="bf16", gib=gib, title="bf16, beside idle weights", idle_gib=0.02 if small else 100.0, options=most),
         "tp2": Part(kind="bf16", gib=gib, title="bf16, two ranks", tp=2, options=((sharded, 2),)),
     }
     return parts if on_gpu else {"bf16": parts["bf16"], "tp2": parts["tp2"]}
@@ -171,7 +174,12 @@ class Chain:
         self.start("disk", "disk").end()
         self.memory("the engine from disk has ended", settled_mib(self.gpus, most=at_first))
         self.start_daemon()
+        if part.idle_gib:
+            self.leave_idle()
         engine = self.start("first", "cache")
+        if part.idle_gib > 1:  # too much to stay
+            with DaemonConnection.connect(self.socket) as connection:
+                self.check("what nobody used was evicted", len(connection.entries()) == part.tp)
         if part.beside:
             self.beside(engine)
         for running in self.engines:
@@ -193,6 +201,13 @@ class Chain:
         self.compare_kv()
         if part.own:
             self.own()
+
+    def leave_idle(self) -> None:
+        """Weights of another model, published by a process that has ended."""
+        script = Path(__file__).with_name("_engine_idle.py")
+        command = [sys.executable, str(script), str(self.folder), self.bench.harness.device, str(self.part.idle_gib)]
+        subprocess.run(command, check=True, stdout=sys.stderr, env=self.environ(cache=False), timeout=300.0)
+        self.memory("weights that nobody uses", settled_mib(self.gpus))
 
     def beside(self, first: Engine) -> None:
         alone = gpu_used_mib(self.gpus)
@@ -404,7 +419,7 @@ saves is in the column *Weights*. Parts ran side by side, each on GPUs of its ow
 
 def suffix_of(engine: str, parts: Collection[str]) -> str:
     """Of a result's name: a run of some parts only does not replace the one of all, or of all that one GPU is enough for."""
-    usual = {name for name, part in parts_for(engine, on_gpu=True, small=False).items() if part.tp == 1}
+    usual = {name for name, part in parts_for(engine, on_gpu=True, small=False).items() if part.tp == 1 and not part.idle_gib}
     return "_".join(["", engine, *([] if usual <= set(parts) else parts)])
 
 

@@ -8,17 +8,22 @@ that loads measures it, and it travels with the module.
 from __future__ import annotations
 
 import gc
+import time
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import nn
 
-__all__ = ["Count", "OwnMemory", "allocator_nbytes", "growth_of", "note_growth"]
+__all__ = ["Count", "OwnMemory", "allocator_nbytes", "growth_of", "make_free", "note_growth"]
 
 Count = Literal["allocated", "reserved"]
 """Bytes of blocks that tensors lie in, or of all memory that the allocator took from the device."""
 
 _ATTRIBUTE = "_torchwcache_load_nbytes"
+_GIVEN_BACK_WITHIN_S = 5.0
+_OTHERS_NBYTES = 64 << 20
+"""What other processes may take meanwhile without our waiting for it."""
 
 
 def allocator_nbytes(device: str, *, collect: bool = True) -> dict[Count, int]:
@@ -52,6 +57,30 @@ class OwnMemory:
     def nbytes(self, count: Count) -> int:
         """Until now, in bytes."""
         return allocator_nbytes(self._device, collect=False)[count] - self._before[count] if self._before else 0
+
+
+def make_free(evict: Callable[[int, Callable[[], int]], int], device: str, nbytes: int) -> int:
+    """Have entries that nobody uses evicted until ``nbytes`` of a CUDA device are free, where an engine is about to count them.
+
+    Args:
+        evict: ``RankStart.free_up``: evicts until so many bytes are free, by a count of what is; returns the bytes of what went.
+        device: As torch names it.
+        nbytes: How many the engine wants.
+
+    Returns:
+        By how many bytes more are free.
+    """
+
+    def free() -> int:
+        return int(torch.cuda.mem_get_info(device)[0])
+
+    before = free()
+    evicted = evict(nbytes, free)
+    # The driver gives it back bit by bit. What came later would look as if the engine itself had freed it.
+    deadline = time.monotonic() + _GIVEN_BACK_WITHIN_S
+    while free() < before + evicted - _OTHERS_NBYTES and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return max(0, free() - before) if evicted else 0
 
 
 def note_growth(module: nn.Module, before: dict[Count, int], device: str) -> None:

@@ -205,11 +205,10 @@ def free_up(socket: str, memory: Memory, nbytes: int, free: Callable[[], int] | 
             idle = sum(entry.nbytes for entry in entries if not entry.leases)
             if available + idle >= nbytes:
                 return _evict(connection, memory, nbytes, available, free)[0]
-            if entries:
+            if idle:
                 logger.warning(
-                    "%d bytes are wanted on %s and %d are free; of the cache's entries there, %d bytes are in use and %d are not, "
-                    "which is not enough. See `torchwcache status`",
-                    nbytes, memory.device_id, available, sum(entry.nbytes for entry in entries) - idle, idle,
+                    "%d bytes are wanted on %s and %d are free; evicting what nobody uses there (%d bytes) would not be enough, "
+                    "and nothing was evicted. See `torchwcache status`", nbytes, memory.device_id, available, idle,
                 )  # fmt: skip
     except (WeightCacheError, OSError) as error:
         logger.debug("nothing was evicted: %s", error)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from sglang.srt.model_loader.loader import BaseModelLoader
 from torch import nn
 
 from torchwcache.attachment import Attachment
 from torchwcache.engine import EngineOptions, OneRank, ProcessGroupRanks, RankGroup, RankStart
-from torchwcache.engine_memory import OwnMemory
+from torchwcache.engine_memory import OwnMemory, make_free
 from torchwcache_sglang import leases
 from torchwcache_sglang.adapter import SGLangAdapter, model_config_for
-from torchwcache_sglang.memory import baseline_nbytes, static_fraction
+from torchwcache_sglang.memory import baseline_nbytes, static_fraction, wanted_nbytes
 
 __all__ = ["CacheLoader"]
 
@@ -52,9 +53,14 @@ class CacheLoader(BaseModelLoader):  # type: ignore[misc]
         adapter = SGLangAdapter(self.inner, model_config, device_config)
         own = OwnMemory(cfg.device)
         start = RankStart(cfg, adapter, self.options, group, say=logger.info)
+        hit = start.decide()
+        fraction = static_fraction()
+        if fraction is not None and torch.device(cfg.device).type == "cuda":
+            mapped = start.attachment.memory_nbytes if hit and start.attachment is not None else 0
+            make_free(start.free_up, cfg.device, wanted_nbytes(cfg.device, fraction, mapped=mapped, needed=start.needed_nbytes()))
         attachment = self.attachment = start.finish()
         leases.remember(shared=start.shared)
-        self.baseline_nbytes = baseline_nbytes(attachment, own.nbytes("reserved"), static_fraction(), start.evicted_nbytes)
+        self.baseline_nbytes = baseline_nbytes(attachment, own.nbytes("reserved"), fraction, start.evicted_nbytes)
         self.preloaded_weights_bytes = max(0, self.baseline_nbytes)
         return attachment.model
 

@@ -12,9 +12,7 @@ import functools
 import inspect
 import math
 import sys
-import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,17 +24,14 @@ __all__ = [
     "charge_later",
     "correct_start_check",
     "counted_by_vllm",
-    "evict_for",
     "external_nbytes",
     "not_counted_nbytes",
     "note_evicted",
     "requested_beside",
+    "wanted_nbytes",
 ]
 
 _MARK = "_torchwcache_external"
-_GIVEN_BACK_WITHIN_S = 5.0
-_OTHERS_NBYTES = 64 << 20
-"""What other processes may take meanwhile without our waiting for it."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -103,32 +98,17 @@ def requested_beside(external: int, snapshot: Any, cache_config: Any) -> int:
     return int(requested)
 
 
-def evict_for(
-    evict: Callable[[int, Callable[[], int]], int], device: str, cache_config: Any, *, external: int = 0, needed: int = 0
-) -> int:
-    """Have entries that nobody uses evicted before vLLM counts memory, where it would otherwise find too little and stop the start.
+def wanted_nbytes(device: str, cache_config: Any, *, external: int = 0, needed: int = 0) -> int:
+    """How many bytes must be free for vLLM's own check to pass, and for a load and a publish to need no eviction of their own.
 
     Args:
-        evict: Evicts until so many bytes are free, by a count of what is; returns the bytes of what was evicted.
         device: As torch names it.
         cache_config: vLLM's, with ``gpu_memory_utilization``.
         external: Bytes of weights that are mapped, which vLLM is not going to ask for.
         needed: Bytes that a load and a publish take: an eviction in the middle of them would be memory that vLLM did not know of.
-
-    Returns:
-        By how many bytes more are free.
     """
-
-    def free() -> int:
-        return int(torch.cuda.mem_get_info(device)[0])
-
-    before, total = torch.cuda.mem_get_info(device)
-    evicted = evict(max(math.ceil(total * cache_config.gpu_memory_utilization) - external, needed), free)
-    # The driver gives it back bit by bit. What came later would look to vLLM as if this engine had freed it.
-    deadline = time.monotonic() + _GIVEN_BACK_WITHIN_S
-    while free() < before + evicted - _OTHERS_NBYTES and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return max(0, free() - before)
+    budget = math.ceil(torch.cuda.mem_get_info(device)[1] * cache_config.gpu_memory_utilization)
+    return int(max(budget - external, needed))
 
 
 def note_evicted(snapshot: Any, nbytes: int) -> None:
