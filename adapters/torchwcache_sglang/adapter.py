@@ -27,6 +27,7 @@ from torchwcache.identity.checkpoint import CheckpointFiles
 from torchwcache.identity.code import tree_code_fields
 from torchwcache.module.construct import build_without_weights
 from torchwcache.module.graph import type_name
+from torchwcache.module.shapes import shapes_digest
 from torchwcache_sglang.canonical import plain, resolved_path, without_itself
 from torchwcache_sglang.context import environment_names, option, parallel_layout, resolved_options
 from torchwcache_sglang.registries import Registries
@@ -109,6 +110,7 @@ class SGLangAdapter:
             fields={
                 "class": type_name(type(module)),
                 "classes": tree_code_fields(module),
+                "shapes": shapes_digest(module),
                 "config": self._config(module),
                 "options": resolved_options(source),
                 "layout": parallel_layout(),

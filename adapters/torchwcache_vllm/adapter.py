@@ -20,6 +20,7 @@ from torchwcache.identity.checkpoint import CheckpointFiles
 from torchwcache.identity.code import tree_code_fields
 from torchwcache.module.construct import build_without_weights
 from torchwcache.module.graph import children, is_leaf, type_name
+from torchwcache.module.shapes import shapes_digest
 from torchwcache_vllm.identity import config_fields, variables
 from torchwcache_vllm.registries import Registered, Registries
 from torchwcache_vllm.unwritten import not_given_by_target, watched
@@ -42,7 +43,7 @@ _OF_THE_COMPILER = (
 )  # fmt: skip
 _IGNORED.update({f"*.{name}": "how this process compiles the model" for name in _OF_THE_COMPILER})
 _KERNELS = ("moe_kernel", "moe_quant_config")
-"""What a layer's quantization method makes of finished weights and cannot be carried. Since 0.32 vLLM makes it anew on request."""
+"""What a layer's quantization method makes of finished weights and cannot be carried. Since 0.30 vLLM makes it anew on request."""
 _STAMP = "_torchwcache_kernels"
 # Computed from the weights after loading; nothing writes to them, and with MLA they are gigabytes.
 _CONSTANTS = (
@@ -142,7 +143,7 @@ class VLLMAdapter:
             "classes": tree_code_fields(module),
             "vllm": {"version": str(vllm.__version__), "commit": getattr(vllm, "__commit_id__", None)},
             "stage": self.stage,
-            "shapes": _shapes(module),
+            "shapes": shapes_digest(module),
             "config": config_fields(self.vllm_config, self.model_config),
             "variables": variables(),
         }
@@ -278,15 +279,6 @@ class VLLMAdapter:
                 process_weights_after_loading(module, self.model_config, torch.device(cfg.device))
             else:
                 _make_kernels(module)
-
-
-def _shapes(module: nn.Module) -> str:
-    """Digest of what the build allocates: a size that comes from an option which does not count makes a miss, not a wrong hit."""
-    import xxhash
-
-    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    lines = sorted(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors)
-    return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
 
 def _kernels(module: nn.Module) -> dict[str, dict[str, str]]:

@@ -63,6 +63,8 @@ def refusal_of(vllm_config: Any, load_config: Any) -> str:
             )
     if load_config.device is not None and str(load_config.device) != str(vllm_config.device_config.device):
         return "the load config puts weights on another device than the engine's"
+    if getattr(vllm_config, "engram_config", None) is not None:
+        return "n-gram embedding tables (--engram-config) lie in host memory, or are shared with other ranks"
     if offload is not None and (_value(offload, "uva", "cpu_offload_gb") or _value(offload, "prefetch", "offload_group_size")):
         return "--cpu-offload-gb and its kin move weights to host memory"
     if getattr(vllm_config.cache_config, "cpu_offload_gb", 0):

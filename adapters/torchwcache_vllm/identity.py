@@ -38,7 +38,7 @@ NOT_COUNTED: dict[str, tuple[str, ...]] = {
         "num_cpu_blocks", "effective_attention_block_size", "kv_cache_size_tokens", "kv_cache_max_concurrency",
         "hash_block_size", "cache_hit_alignment_tokens", "kv_sharing_fast_prefill", "swa_bounded_replay", "kv_cache_memory_bytes",
         "kv_offloading_size", "kv_offloading_backend", "_block_size_resolved", "swap_space",
-        "cpu_offload_gb", "cpu_kvcache_space_bytes",
+        "cpu_offload_gb", "cpu_kvcache_space_bytes", "simple_cpu_offload_num_blocks", "enable_mamba_fine_grained_prefix_cache",
     ),
     # Ports, processes and machines. Sizes and ranks of the axes that shard weights are in ``ModelConfig.parallel``.
     "parallel_config": (
@@ -53,14 +53,14 @@ NOT_COUNTED: dict[str, tuple[str, ...]] = {
         "distributed_timeout_seconds", "cpu_distributed_timeout_seconds", "world_size", "rank", "_data_parallel_master_port_list",
         "_coord_store_port", "dcp_kv_cache_interleave_size", "cp_kv_cache_interleave_size", "dcp_comm_backend",
         "_allow_auto_resolve_cp_interleave_size", "_api_process_count", "_api_process_rank", "enable_fault_tolerance",
-        "fault_tolerance_config", "eplb_config",
+        "fault_tolerance_config", "eplb_config", "elastic_ep_max_dp_size",
     ),
     # How requests are batched, watched and answered.
     "scheduler_config": (_ALL,), "observability_config": (_ALL,), "logging_config": (_ALL,), "profiler_config": (_ALL,),
     "structured_outputs_config": (_ALL,), "kv_transfer_config": (_ALL,), "kv_events_config": (_ALL,),
     "ec_transfer_config": (_ALL,), "ec_manager_config": (_ALL,), "reasoning_config": (_ALL,), "aux_output_config": (_ALL,),
-    "watermark_config": (_ALL,), "weight_transfer_config": (_ALL,), "offload_config": (_ALL,), "instance_id": (_ALL,),
-    "shutdown_timeout": (_ALL,), "prompt_adapter_config": (_ALL,), "decoding_config": (_ALL,),
+    "watermark_config": (_ALL,), "watchdog_config": (_ALL,), "weight_transfer_config": (_ALL,), "offload_config": (_ALL,),
+    "instance_id": (_ALL,), "shutdown_timeout": (_ALL,), "prompt_adapter_config": (_ALL,), "decoding_config": (_ALL,),
     # How weights come from disk; which bytes they are counts by content.
     "load_config": (_ALL,), "device_config": (_ALL,),
     # How the same weights are compiled and captured into graphs; two of its fields count all the same, see ``config_fields``.

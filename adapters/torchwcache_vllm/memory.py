@@ -144,10 +144,10 @@ def not_counted_nbytes(attachment: Attachment, own: int) -> int:
 
 
 def counted_by_vllm() -> Count:
-    """Since 0.32 vLLM looks at what is free on the device; before, at what torch's allocator gave to tensors."""
-    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    """Since 0.27 vLLM looks at what is free on the device; before, at what torch's allocator gave to tensors."""
+    from vllm.utils.mem_utils import MemoryProfilingResult
 
-    return "reserved" if hasattr(BaseModelLoader, "get_external_weight_memory") else "allocated"
+    return "reserved" if hasattr(MemoryProfilingResult, "total_consumed") else "allocated"
 
 
 def _external_nbytes(vllm_config: Any) -> tuple[int, int]:
