@@ -76,7 +76,7 @@ NEUTRAL = (
     "model", "revision", "code_revision", "hf_config_path", "config_format", "tokenizer_revision", "hf_token", "model_weights",
     # the cache is refused together with these (``tests/unit/test_vllm_adapter.py``), or they say nothing without those
     "eplb_config", "cpu_offload_gb", "cpu_offload_params", "offload_backend", "offload_group_size", "offload_num_in_group",
-    "offload_prefetch_step", "offload_params", "weight_transfer_config",
+    "offload_prefetch_step", "offload_params", "weight_transfer_config", "elastic_ep_max_dp_size",
     # another model's, which has an entry of its own
     "speculative_config", "spec_method", "spec_model", "spec_tokens",
     # the cache of states of Mamba models
@@ -108,7 +108,7 @@ COUNTING = (
     "gdn_prefill_backend", "kda_prefill_backend", "kda_decode_backend",
     # ways to shard, and what the placement of experts goes by
     "prefill_context_parallel_size", "decode_context_parallel_size", "dcp_q_replicate", "enable_hc_sp", "enable_ep_weight_filter",
-    "enable_eplb", "enable_elastic_ep", "elastic_ep_max_dp_size",
+    "enable_eplb", "enable_elastic_ep",
     # LoRA: layers get slots for adapters
     "max_loras", "max_lora_rank", "default_mm_loras", "fully_sharded_loras", "max_cpu_loras", "lora_dtype", "lora_target_modules",
     "enable_tower_connector_lora", "specialize_active_lora", "enable_mixed_moe_lora_format", "enable_moe_shared_loras",
