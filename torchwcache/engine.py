@@ -360,7 +360,7 @@ class RankStart:
             self._step(self._make_room)
             self._agreed("room in memory")
         if self.answer is None:
-            self.free_up(self._given_back_nbytes or attaching.weights_nbytes())
+            self.free_up(self._weights_nbytes())
         with SegmentWriter(attaching.memory) as writer:
             if self.answer is None:  # without the cache, in all ranks
                 result = self._load_by_engine()
@@ -404,7 +404,10 @@ class RankStart:
 
     def needed_nbytes(self) -> int:
         """Bytes of this rank's device that a load and a publish take."""
-        return needed_nbytes(self.attaching.memory, self.attaching.weights_nbytes())
+        return needed_nbytes(self.attaching.memory, self._weights_nbytes())
+
+    def _weights_nbytes(self) -> int:
+        return self._given_back_nbytes or self.attaching.weights_nbytes()
 
     def free_up(self, nbytes: int, free: Callable[[], int] | None = None) -> int:
         """Evict what nobody uses on this rank's device until ``nbytes`` are free, if that can be had so. Never raises for it.

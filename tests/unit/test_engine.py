@@ -107,6 +107,7 @@ class Engine:
         self.checkpoint, self.size = checkpoint, size
         self.lines: list[str] = []
         self.shared: list[bool | None] = [None] * size
+        self.needed = [0] * size
 
     def start(self, timeout_s: float = 60.0) -> list[Any]:
         """Start all ranks; gives each rank's attachment, or what it raised."""
@@ -120,6 +121,8 @@ class Engine:
                     results[rank] = attach_rank(cfg, self.adapters[rank], self.options, say=self.lines.append)
                     return
                 start = RankStart(cfg, self.adapters[rank], self.options, group, say=self.lines.append)
+                start.decide()
+                self.needed[rank] = start.needed_nbytes()  # as the engines' loaders ask, whatever was decided
                 results[rank] = start.finish()
                 self.shared[rank] = start.shared
             except Exception as error:  # the test looks at it
@@ -193,17 +196,24 @@ def test_one_shard_is_gone_so_all_load_and_none_is_published_twice(engine, daemo
     close(results)
 
 
+def cannot_rebind(adapter: CountingAdapter, *, always: bool = False) -> None:
+    """The next rebind with this adapter, or every one, fails."""
+
+    def fail(module: nn.Module) -> None:
+        if not always:
+            adapter.on_prepare = lambda module: None
+        raise RebindError("does not fit", problems=[("linear", "is something else here")])
+
+    adapter.on_prepare = fail
+
+
 def test_a_rank_that_cannot_rebind_takes_all_back_to_the_disk(engine):
     close(engine().start())
     broken = engine()
-
-    def fail(module: nn.Module) -> None:
-        broken.adapters[1].on_prepare = lambda module: None
-        raise RebindError("does not fit", problems=[("linear", "is something else here")])
-
-    broken.adapters[1].on_prepare = fail
+    cannot_rebind(broken.adapters[1])
     results = broken.start()
     assert sources(results) == [("disk", False)] * RANKS
+    assert all(broken.needed)
     assert broken.loads == [1] * RANKS
     assert [adapter.publishes for adapter in broken.adapters] == [[False]] * RANKS  # loaded as without us
     assert [item.report.mapped_nbytes for item in results] == [0] * RANKS
@@ -215,11 +225,7 @@ def test_a_rank_that_cannot_rebind_takes_all_back_to_the_disk(engine):
 def test_by_policy_it_stops_all_ranks(engine):
     close(engine().start())
     broken = engine(on_mismatch="error")
-
-    def fail(module: nn.Module) -> None:
-        raise RebindError("does not fit", problems=[("linear", "is something else here")])
-
-    broken.adapters[1].on_prepare = fail
+    cannot_rebind(broken.adapters[1], always=True)
     results = broken.start()
     assert [type(item) for item in results] == [RankError, RebindError, RankError]
     assert "rank 1 of 3 stopped the start" in str(results[0])
@@ -305,12 +311,7 @@ def test_a_rank_that_gave_its_hit_back_makes_room_too(engine, daemon, full_memor
 def test_what_nobody_uses_makes_room_for_a_load_without_the_cache(engine, daemon, full_memory):
     close(engine().start())
     broken = engine()
-
-    def fail(module: nn.Module) -> None:
-        broken.adapters[1].on_prepare = lambda module: None
-        raise RebindError("does not fit", problems=[("linear", "is something else here")])
-
-    broken.adapters[1].on_prepare = fail
+    cannot_rebind(broken.adapters[1])
     asked = full_memory()
     results = broken.start()
     assert sources(results) == [("disk", False)] * RANKS
