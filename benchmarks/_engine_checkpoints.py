@@ -88,6 +88,8 @@ def write(folder: Path, device: str, gib: float, *, fp8: bool) -> int:
     import torch
     from safetensors.torch import save_file
 
+    from torchwcache.quantization.block_fp8 import quantize_block_fp8
+
     size = USUAL if gib >= 1 else SMALL
     layers = layers_for(size, int(gib * GIB), 1 if fp8 else 2)
     generator = torch.Generator(device).manual_seed(0)
@@ -112,7 +114,7 @@ def write(folder: Path, device: str, gib: float, *, fp8: bool) -> int:
             continue
         weight = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=std, generator=generator)
         if fp8 and "layers" in name:
-            weight, scale = quantized(weight)
+            weight, scale = quantize_block_fp8(weight, (BLOCK, BLOCK))
             shard[f"{name}_scale_inv"] = scale.cpu()
         shard[name] = weight.cpu()
         if sum(tensor.nbytes for tensor in shard.values()) >= SHARD_NBYTES:
@@ -120,16 +122,6 @@ def write(folder: Path, device: str, gib: float, *, fp8: bool) -> int:
     flush()
     describe(folder, index, total, config_of(size, layers, fp8=fp8))
     return total
-
-
-def quantized(weight: Any) -> tuple[Any, Any]:
-    """Block-wise FP8, as DeepSeek-V3's checkpoints have it: float8_e4m3fn, and one float32 scale for each 128 by 128 values."""
-    import torch
-
-    rows, columns = weight.shape
-    blocks = weight.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
-    scale = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
-    return (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn).view(rows, columns), scale
 
 
 def write_empty(folder: Path, gib: float) -> int:

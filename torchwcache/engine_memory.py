@@ -8,12 +8,13 @@ that loads measures it, and it travels with the module.
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import nn
+
+from torchwcache.production import wait_until_free
 
 __all__ = ["Count", "OwnMemory", "allocator_nbytes", "growth_of", "make_free", "note_growth"]
 
@@ -76,11 +77,10 @@ def make_free(evict: Callable[[int, Callable[[], int]], int], device: str, nbyte
 
     before = free()
     evicted = evict(nbytes, free)
-    # The driver gives it back bit by bit. What came later would look as if the engine itself had freed it.
-    deadline = time.monotonic() + _GIVEN_BACK_WITHIN_S
-    while free() < before + evicted - _OTHERS_NBYTES and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return max(0, free() - before) if evicted else 0
+    if not evicted:
+        return 0
+    # All of it, however little was wanted: what came later would look as if the engine itself had freed it.
+    return max(0, wait_until_free(free, before + evicted - _OTHERS_NBYTES, within_s=_GIVEN_BACK_WITHIN_S) - before)
 
 
 def note_growth(module: nn.Module, before: dict[Count, int], device: str) -> None:

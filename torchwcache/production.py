@@ -58,6 +58,7 @@ __all__ = [
     "publish_module",
     "refusal_kind",
     "serve_unpublished",
+    "wait_until_free",
 ]
 
 logger = logging.getLogger(__name__)
@@ -220,11 +221,17 @@ def _evict(connection: DaemonConnection, memory: Memory, nbytes: int, available:
     evicted = connection.make_room(memory.device_id, nbytes=nbytes - available)
     if evicted.freed:
         logger.info("evicted %d unleased entries (%d bytes) to make room", len(evicted.freed), evicted.nbytes)
-    # A GPU's driver gives memory back a little after the last descriptor was closed.
-    deadline = time.monotonic() + (_FREED_WITHIN_S if evicted.freed else 0.0)
+    return evicted.nbytes, wait_until_free(free, nbytes, within_s=_FREED_WITHIN_S if evicted.freed else 0.0)
+
+
+def wait_until_free(free: Callable[[], int], nbytes: int, *, within_s: float = _FREED_WITHIN_S) -> int:
+    """How many bytes are free when ``nbytes`` are, or when the time is over: a GPU's driver gives memory back bit by bit, a little
+    after the last descriptor was closed.
+    """
+    deadline = time.monotonic() + within_s
     while (available := free()) < nbytes and time.monotonic() < deadline:
         time.sleep(0.01)
-    return evicted.nbytes, available
+    return available
 
 
 def needed_nbytes(memory: Memory, weights_nbytes: int) -> int:

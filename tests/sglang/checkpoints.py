@@ -79,19 +79,16 @@ def without(original: Path, folder: Path, *names: str) -> Path:
 
 def block_fp8(original: Path, folder: Path) -> Path:
     """A copy whose layers are float8_e4m3fn with one float32 scale for each 128 by 128 values, as DeepSeek-V3's checkpoints are."""
-    import torch
     from safetensors.torch import load_file, save_file
+
+    from torchwcache.quantization.block_fp8 import quantize_block_fp8
 
     shutil.copytree(original, folder)
     tensors = load_file(folder / "model.safetensors")
     for name, weight in list(tensors.items()):
         if ".layers." not in name or weight.dim() != 2:
             continue
-        rows, columns = weight.shape
-        blocks = weight.float().view(rows // 128, 128, columns // 128, 128)
-        scale = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
-        tensors[name] = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn).view(rows, columns)
-        tensors[f"{name}_scale_inv"] = scale
+        tensors[name], tensors[f"{name}_scale_inv"] = quantize_block_fp8(weight)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((original / "config.json").read_text())
     stated = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
