@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,12 @@ import torch
 import xxhash
 from torch import nn
 
+from torchwcache.module.graph import ATOMIC_TYPES
+
 __all__ = ["shapes_digest"]
+
+_NOTHING = frozenset({*ATOMIC_TYPES, OrderedDict, set})
+"""Types of attributes in which no tensors are looked for."""
 
 
 def shapes_digest(module: nn.Module) -> str:
@@ -21,8 +27,9 @@ def shapes_digest(module: nn.Module) -> str:
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     for path, child in module.named_modules():
         for name, value in vars(child).items():
-            if name not in ("_parameters", "_buffers"):
-                tensors += _plain(f"{path}.{name}", value)
+            if type(value) in _NOTHING or name in ("_parameters", "_buffers", "_modules"):
+                continue  # nearly all that a module has: a large model has a million of these
+            tensors += _plain(f"{path}.{name}", value)
     lines = sorted(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors)
     return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
