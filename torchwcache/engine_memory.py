@@ -8,6 +8,7 @@ that loads measures it, and it travels with the module.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -16,7 +17,7 @@ from torch import nn
 
 from torchwcache.production import wait_until_free
 
-__all__ = ["Count", "OwnMemory", "allocator_nbytes", "growth_of", "make_free", "note_growth"]
+__all__ = ["Count", "OwnMemory", "allocator_nbytes", "growth_of", "make_free", "note_growth", "wanted_nbytes"]
 
 Count = Literal["allocated", "reserved"]
 """Bytes of blocks that tensors lie in, or of all memory that the allocator took from the device."""
@@ -58,6 +59,18 @@ class OwnMemory:
     def nbytes(self, count: Count) -> int:
         """Until now, in bytes."""
         return allocator_nbytes(self._device, collect=False)[count] - self._before[count] if self._before else 0
+
+
+def wanted_nbytes(device: str, fraction: float, *, mapped: int = 0, needed: int = 0) -> int:
+    """How many bytes of a CUDA device should be free when an engine begins to count them.
+
+    Args:
+        device: As torch names it.
+        fraction: Of all the device's memory, what the engine is to use, weights included.
+        mapped: Bytes of weights that are mapped already, and that the engine does not need again.
+        needed: Bytes that a load and a publish take: of what was evicted in the middle of them the engine would not know.
+    """
+    return max(math.ceil(torch.cuda.mem_get_info(device)[1] * fraction) - mapped, needed)
 
 
 def make_free(evict: Callable[[int, Callable[[], int]], int], device: str, nbytes: int) -> int:

@@ -11,10 +11,10 @@ from torch import nn
 
 from torchwcache.attachment import Attachment
 from torchwcache.engine import EngineOptions, OneRank, ProcessGroupRanks, RankGroup, RankStart
-from torchwcache.engine_memory import OwnMemory, make_free
+from torchwcache.engine_memory import OwnMemory, make_free, wanted_nbytes
 from torchwcache_sglang import leases
 from torchwcache_sglang.adapter import SGLangAdapter, model_config_for
-from torchwcache_sglang.memory import baseline_nbytes, static_fraction, wanted_nbytes
+from torchwcache_sglang.memory import baseline_nbytes, static_fraction
 
 __all__ = ["CacheLoader"]
 
@@ -53,11 +53,11 @@ class CacheLoader(BaseModelLoader):  # type: ignore[misc]
         adapter = SGLangAdapter(self.inner, model_config, device_config)
         own = OwnMemory(cfg.device)
         start = RankStart(cfg, adapter, self.options, group, say=logger.info)
-        hit = start.decide()
+        start.decide()
         fraction = static_fraction()
         if fraction is not None and torch.device(cfg.device).type == "cuda":
-            mapped = start.attachment.memory_nbytes if hit and start.attachment is not None else 0
-            make_free(start.free_up, cfg.device, wanted_nbytes(cfg.device, fraction, mapped=mapped, needed=start.needed_nbytes()))
+            mapped, needed = (start.attachment.memory_nbytes, 0) if start.attachment is not None else (0, start.needed_nbytes())
+            make_free(start.free_up, cfg.device, wanted_nbytes(cfg.device, fraction, mapped=mapped, needed=needed))
         attachment = self.attachment = start.finish()
         leases.remember(shared=start.shared)
         self.baseline_nbytes = baseline_nbytes(attachment, own.nbytes("reserved"), fraction, start.evicted_nbytes)

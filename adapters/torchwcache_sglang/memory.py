@@ -8,12 +8,10 @@ baseline, gives the KV cache of a start from disk.
 
 from __future__ import annotations
 
-import torch
-
 from torchwcache.attachment import Attachment
 from torchwcache.engine_memory import growth_of
 
-__all__ = ["baseline_nbytes", "static_fraction", "wanted_nbytes"]
+__all__ = ["baseline_nbytes", "static_fraction"]
 
 
 def baseline_nbytes(attachment: Attachment, own: int, fraction: float | None, evicted: int = 0) -> int:
@@ -39,19 +37,6 @@ def baseline_nbytes(attachment: Attachment, own: int, fraction: float | None, ev
     segments = attachment.memory_nbytes
     before = segments if resident else 0
     return round((taken - own - segments) / (1 - fraction)) + before + evicted
-
-
-def wanted_nbytes(device: str, fraction: float, *, mapped: int, needed: int) -> int:
-    """How many bytes are to be free, so that the KV cache is none the smaller for what nobody uses.
-
-    Args:
-        device: As torch names it.
-        fraction: ``mem_fraction_static``: of the device's memory, for weights and KV cache together.
-        mapped: Bytes of weights that are mapped already; 0 where they are to be loaded.
-        needed: Bytes that a load and a publish take.
-    """
-    wanted = round(torch.cuda.mem_get_info(device)[1] * fraction) - mapped
-    return wanted if mapped else max(wanted, needed)
 
 
 def static_fraction() -> float | None:

@@ -17,13 +17,13 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from torchwcache.config import Mode, ModelConfig, Role
 from torchwcache.engine import EngineOptions, RankStart
-from torchwcache.engine_memory import OwnMemory, make_free
+from torchwcache.engine_memory import OwnMemory, make_free, wanted_nbytes
 from torchwcache.errors import RefusedError
 from torchwcache.memory.select import memory_for
 from torchwcache.production import free_up
 from torchwcache_vllm.adapter import Stage, VLLMAdapter
 from torchwcache_vllm.guards import LOAD_FORMAT, guard, refusal_of, refuse_write
-from torchwcache_vllm.memory import charge_later, counted_by_vllm, external_nbytes, not_counted_nbytes, wanted_nbytes
+from torchwcache_vllm.memory import charge_later, counted_by_vllm, external_nbytes, not_counted_nbytes
 from torchwcache_vllm.ranks import parallelism, ranks_of, shared_anywhere
 from torchwcache_vllm.versions import OLDEST, parse, seam_problems, version_note
 
@@ -89,7 +89,7 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
             evict, device, needed = functools.partial(free_up, self.options.socket, memory), str(memory.device), 0
         else:
             return 0
-        wanted = wanted_nbytes(device, vllm_config.cache_config, external=external, needed=needed)
+        wanted = wanted_nbytes(device, vllm_config.cache_config.gpu_memory_utilization, mapped=external, needed=needed)
         self.evicted_nbytes = make_free(evict, device, wanted)
         return external
 

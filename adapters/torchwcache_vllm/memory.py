@@ -15,8 +15,6 @@ import sys
 import weakref
 from typing import Any
 
-import torch
-
 from torchwcache.attachment import Attachment
 from torchwcache.engine_memory import Count, growth_of
 
@@ -28,7 +26,6 @@ __all__ = [
     "not_counted_nbytes",
     "note_evicted",
     "requested_beside",
-    "wanted_nbytes",
 ]
 
 _MARK = "_torchwcache_external"
@@ -96,19 +93,6 @@ def requested_beside(external: int, snapshot: Any, cache_config: Any) -> int:
             f"{external / 2**30:.2f} GiB); lower --gpu-memory-utilization, or free memory that other processes use"
         )
     return int(requested)
-
-
-def wanted_nbytes(device: str, cache_config: Any, *, external: int = 0, needed: int = 0) -> int:
-    """How many bytes must be free for vLLM's own check to pass, and for a load and a publish to need no eviction of their own.
-
-    Args:
-        device: As torch names it.
-        cache_config: vLLM's, with ``gpu_memory_utilization``.
-        external: Bytes of weights that are mapped, which vLLM is not going to ask for.
-        needed: Bytes that a load and a publish take: an eviction in the middle of them would be memory that vLLM did not know of.
-    """
-    budget = math.ceil(torch.cuda.mem_get_info(device)[1] * cache_config.gpu_memory_utilization)
-    return int(max(budget - external, needed))
 
 
 def note_evicted(snapshot: Any, nbytes: int) -> None:

@@ -34,6 +34,14 @@ def test_the_count_travels_with_the_module(monkeypatch: pytest.MonkeyPatch) -> N
 GIB = 1 << 30
 
 
+def test_so_much_is_wanted_that_the_engine_gets_its_share_and_nothing_is_evicted_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 80 * GIB))
+    assert engine_memory.wanted_nbytes("cuda:0", 0.9) == 72 * GIB
+    assert engine_memory.wanted_nbytes("cuda:0", 0.9, mapped=60 * GIB) == 12 * GIB
+    assert engine_memory.wanted_nbytes("cuda:0", 0.9, needed=76 * GIB) == 76 * GIB
+    assert engine_memory.wanted_nbytes("cuda:0", 0.5, needed=36 * GIB) == 40 * GIB
+
+
 def test_what_is_evicted_is_waited_for_until_the_driver_has_given_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or it would come in the middle of an engine's count. An entry is evicted as a whole, and may be more than was wanted."""
     there = {"free": 30, "coming": 0}

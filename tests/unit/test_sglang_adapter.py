@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -403,13 +402,6 @@ def test_the_kv_cache_comes_out_as_from_disk(
     baseline = measured + memory.baseline_nbytes(attachment, copied, fraction, evicted)
     kv = free - segments - copied - baseline * (1 - fraction)
     assert kv == pytest.approx(free - taken - free * (1 - fraction), abs=2)
-
-
-def test_so_much_is_to_be_free_that_the_kv_cache_is_none_the_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 1000))
-    assert memory.wanted_nbytes("cuda:0", 0.9, mapped=0, needed=600) == 900
-    assert memory.wanted_nbytes("cuda:0", 0.5, mapped=0, needed=600) == 600
-    assert memory.wanted_nbytes("cuda:0", 0.9, mapped=700, needed=800) == 200
 
 
 def test_what_nobody_measured_is_taken_to_be_what_is_mapped() -> None:

@@ -498,14 +498,6 @@ def test_the_start_check_asks_for_what_is_needed_beside_the_mapped_weights() -> 
         memory.requested_beside(73 * GIB, snapshot(free=79), cache)
 
 
-def test_so_much_must_be_free_that_vllms_check_passes_and_nothing_is_evicted_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, 80 * GIB))
-    cache = SimpleNamespace(gpu_memory_utilization=0.9)
-    assert memory.wanted_nbytes("cuda:0", cache) == 72 * GIB
-    assert memory.wanted_nbytes("cuda:0", cache, external=60 * GIB) == 12 * GIB
-    assert memory.wanted_nbytes("cuda:0", cache, needed=76 * GIB) == 76 * GIB
-
-
 def test_vllms_first_look_is_corrected_for_what_was_evicted_since(start_check: Any) -> None:
     config = SimpleNamespace(load_config=SimpleNamespace(load_format="torchwcache"))
     sys.modules["vllm.config"].get_current_vllm_config_or_none = lambda: config  # type: ignore[attr-defined]
