@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 import uuid
+import weakref
 
 import pytest
 import torch
@@ -245,11 +246,11 @@ def test_a_device_is_made_once(see):
 SIZES = {
     1: 64 * MIB,
     64 * MIB: 64 * MIB,
-    2 * GIB: 64 * MIB,
-    2 * GIB + 1: 64 * MIB,  # and a granule
-    16 * GIB: 512 * MIB,
-    70 * GIB: 2240 * MIB,
-    128 * GIB: 4 * GIB,
+    1536 * MIB: 64 * MIB,
+    1536 * MIB + 1: 64 * MIB,  # and a granule
+    12 * GIB: 512 * MIB,
+    72 * GIB: 3 * GIB,
+    96 * GIB: 4 * GIB,
     140 * GIB: 4 * GIB,
     1500 * GIB: 4 * GIB,
 }
@@ -393,6 +394,43 @@ def test_segments_are_mapped_where_they_were(see):
     del storage
     for fd in fds:
         os.close(fd)
+
+
+def test_what_is_made_of_a_part_of_a_segment_keeps_its_mapping(see, monkeypatch):
+    fake = see()
+    memory = memory_for("cuda")
+    monkeypatch.setattr(cuda, "_make_view", lambda metadata, storage: storage)  # no tensor without a GPU
+    with memory.allocate(4 * MIB, zeroed=False) as segment:
+        found = memory.map(segment.seal(), 4 * MIB)
+        found.settle()
+    part = found.view(MIB, 2 * MIB, torch.bfloat16, (1024, 1024), (1024, 1))
+    assert (part.data_ptr(), part.nbytes(), part.device) == (found.address + MIB, 2 * MIB, memory.device)
+    del found, segment
+    gc.collect()
+    assert len(fake.mapped()) == 1
+    del part
+    assert not fake.mapped()
+
+
+def test_torch_keeps_what_a_storage_was_given_for_as_long_as_a_tensor_lives():
+    """What the lifetime of every tensor on a GPU rests on."""
+
+    class Mapping:
+        pass
+
+    memory, mapping = torch.arange(16, dtype=torch.uint8), Mapping()
+    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr() + 4, memory.device, 8)
+    storage._torchwcache_mapping = mapping
+    lives = weakref.ref(mapping)
+    tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
+    del mapping, storage
+    view = torch.nn.Parameter(tensor[2:], requires_grad=False)
+    del tensor
+    gc.collect()
+    assert lives() is not None
+    assert view.tolist() == [6, 7, 8, 9, 10, 11]
+    del view
+    assert lives() is None
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
