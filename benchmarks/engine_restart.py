@@ -1,6 +1,6 @@
 """How the real vLLM and the real SGLang start: from disk, from torchwcache, and from the engine's own weight cache.
 
-    python benchmarks/engine_restart.py vllm|sglang [--device cuda|cpu] [--quick] [--parts bf16,fp8,large,idle,tp2]
+    python benchmarks/engine_restart.py vllm|sglang [--device cuda|cpu] [--quick] [--parts bf16,fp8,large,idle,graphs,tp2]
         [--logs FOLDER] [--out FILE] [--dir FOLDER] [--docs | --docs-only]
 
 Makes checkpoints with random weights; starts the engine from disk with its files in the page cache, as the first that uses the
@@ -44,6 +44,7 @@ GIB = 1 << 30
 
 WAYS = {
     "disk": "from disk, page cache warm",
+    "again": "from disk again, all kernels compiled",
     "first": "first with the cache: load and publish",
     "second": "from the cache, beside the first",
     "restart": "from the cache, after kill -9 of all engines",
@@ -59,6 +60,7 @@ class Part:
         beside: Start a second engine beside the first, and let it sleep; kill the daemon under the last.
         own: Start from the engine's own weight cache, too.
         idle_gib: How much of weights that nobody uses lies on the GPU when the first engine starts with the cache.
+        again: Start from disk twice, and compare with the second: the first one compiles the model.
     """
 
     kind: str
@@ -68,6 +70,7 @@ class Part:
     beside: bool = False
     own: bool = False
     idle_gib: float = 0.0
+    again: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
 
@@ -75,12 +78,14 @@ def parts_for(engine: str, *, on_gpu: bool, small: bool) -> dict[str, Part]:
     gib = 8.0 if on_gpu and not small else 0.02
     fraction = "gpu_memory_utilization" if engine == "vllm" else "mem_fraction_static"
     sharded = "tensor_parallel_size" if engine == "vllm" else "tp_size"
+    graphs = ("enforce_eager" if engine == "vllm" else "disable_cuda_graph", False)
     most = ((fraction, 0.92 if engine == "vllm" else 0.9),) if on_gpu else ()
     parts = {
         "bf16": Part(kind="bf16", gib=gib, title="bf16", beside=True, own=engine == "sglang" and on_gpu),
         "fp8": Part(kind="fp8", gib=gib, title="block-wise FP8", beside=True),
         "large": Part(kind="large", gib=gib if small else 92.0, title="large, bf16", options=most),
         "idle": Part(kind="bf16", gib=gib, title="bf16, beside idle weights", idle_gib=0.02 if small else 100.0, options=most),
+        "graphs": Part(kind="bf16", gib=gib, title="bf16, CUDA graphs", again=True, options=(graphs,)),
         "tp2": Part(kind="bf16", gib=gib, title="bf16, two ranks", tp=2, options=((sharded, 2),)),
     }
     return parts if on_gpu else {"bf16": parts["bf16"], "tp2": parts["tp2"]}
@@ -173,6 +178,9 @@ class Chain:
         self.memory("before everything", at_first)
         self.start("disk", "disk").end()
         self.memory("the engine from disk has ended", settled_mib(self.gpus, most=at_first))
+        if part.again:
+            self.start("again", "disk").end()
+            settled_mib(self.gpus, most=at_first)
         self.start_daemon()
         if part.idle_gib:
             self.leave_idle()
@@ -234,7 +242,7 @@ class Chain:
     def compare_kv(self) -> None:
         """The KV cache of every start with the same flags, against that of the start from disk."""
         for way in ("first", "restart"):
-            disk, here = self.kv["disk"], self.kv[way]
+            disk, here = self.kv["again" if self.part.again else "disk"], self.kv[way]
             if disk is not None and here is not None and self.gpus:
                 away = (here - disk) / self.kv_block
                 what = f"{WAYS[way]}: the KV cache as from disk, within one block of {self.kv_block} tokens"
@@ -418,16 +426,15 @@ saves is in the column *Weights*. Parts ran side by side, each on GPUs of its ow
 
 
 def suffix_of(engine: str, parts: Collection[str]) -> str:
-    """Of a result's name: a run of some parts only does not replace the one of all, or of all that one GPU is enough for."""
-    usual = {name for name, part in parts_for(engine, on_gpu=True, small=False).items() if part.tp == 1 and not part.idle_gib}
-    return "_".join(["", engine, *([] if usual <= set(parts) else parts)])
+    """Of a result's name: a run of some parts only does not replace the one of the usual ones."""
+    return "_".join(["", engine, *([] if {"bf16", "fp8", "large"} <= set(parts) else parts)])
 
 
 def sections(result: dict[str, Any]) -> str:
     options = result["options"]
     title = {"vllm": "Starts of vLLM", "sglang": "Starts of SGLang"}[options["engine"]]
     if suffix_of(options["engine"], options["parts"]) != f"_{options['engine']}":
-        title += f", only {' and '.join(options['parts'])}"
+        title += f": {', '.join(options['parts'])}"
     by_part = sorted(result["rows"], key=lambda row: row.get("part", ""))  # they were running side by side
     return _report.section({**result, "rows": by_part}, title=title, text=TEXT, tables=TABLES)
 
