@@ -154,6 +154,7 @@ def test_a_build_aside_leaves_no_trace_and_can_take_the_place_of_another() -> No
 def test_variables() -> None:
     environ = {"VLLM_PORT": "1", "VLLM_USE_DEEP_GEMM": "1", "VLLM_LOGGING_LEVEL": "DEBUG", "HOME": "/", "VLLM_OF_NEXT_YEAR": "x"}
     assert identity.variables(environ) == {"VLLM_USE_DEEP_GEMM": "1", "VLLM_OF_NEXT_YEAR": "x"}
+    assert identity.variables({"VLLM_ENABLE_STARTUP_PLAN": "1"}) == {}
     # vLLM 0.26 picks the kernel of FP8 by it, and so the layout of the weights.
     assert identity.variables({"VLLM_TEST_FORCE_FP8_MARLIN": "1", "VLLM_TEST_FORCE_LOAD_FORMAT": "auto"}) == {
         "VLLM_TEST_FORCE_FP8_MARLIN": "1"
@@ -618,9 +619,14 @@ def looking(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         def __init__(self, vllm_config: Any) -> None:
             self.vllm_config = vllm_config
+            self.requested_memory = 1100
 
         def determine_available_memory(self) -> int:
-            return 1000
+            return self.cache_config.kv_cache_memory_bytes or self.requested_memory - 100
+
+        def startup_plan(self) -> int:
+            """As ``compile_or_warm_up_model`` computes what later starts take for their KV cache without looking."""
+            return int(self.requested_memory) - 100
 
     module = ModuleType("vllm.v1.worker.gpu_worker")
     module.Worker = Worker  # type: ignore[attr-defined]
@@ -632,11 +638,21 @@ def test_mapped_weights_that_vllm_does_not_know_of_are_taken_off_the_kv_cache(lo
     engine = engine_config()
     memory.charge_later(300, engine)
     memory.charge_later(200, SimpleNamespace(device_config=engine.device_config))  # a draft's config is a copy
-    assert looking(engine).determine_available_memory() == 500
+    worker = looking(engine)
+    assert [worker.determine_available_memory() for _ in range(2)] == [500, 500]
     memory.charge_later(9000, engine)
     assert looking(engine).determine_available_memory() == 0
-    looking.cache_config.kv_cache_memory_bytes = 7
-    assert looking(engine).determine_available_memory() == 1000
+    looking.cache_config.kv_cache_memory_bytes = 7  # the user, or a startup plan, says how much
+    memory.charge_later(300, engine)
+    assert looking(engine).determine_available_memory() == 7
+
+
+def test_a_startup_plan_holds_what_vllm_does_not_count(looking: Any) -> None:
+    """Whoever takes it next may load from disk, and will not look again."""
+    engine = engine_config()
+    memory.charge_later(300, engine)
+    worker = looking(engine)
+    assert worker.determine_available_memory() == worker.startup_plan() == 700
 
 
 def test_each_engine_of_a_process_is_charged_for_its_own_weights(looking: Any) -> None:
@@ -644,7 +660,6 @@ def test_each_engine_of_a_process_is_charged_for_its_own_weights(looking: Any) -
     memory.charge_later(100, first)
     memory.charge_later(300, second)
     assert looking(first).determine_available_memory() == 900
-    assert looking(second).determine_available_memory() == 700
     assert looking(second).determine_available_memory() == 700
     memory.charge_later(150, first)  # a later engine, of the same config
     assert looking(first).determine_available_memory() == 850
