@@ -24,6 +24,7 @@ from torchwcache.module.shapes import shapes_digest
 from torchwcache_vllm.identity import config_fields, variables
 from torchwcache_vllm.registries import Registered, Registries
 from torchwcache_vllm.unwritten import not_given_by_target, watched
+from torchwcache_vllm.warmup import listening, say_again
 
 __all__ = ["Stage", "VLLMAdapter"]
 
@@ -122,7 +123,8 @@ class VLLMAdapter:
         from vllm.model_executor.model_loader.utils import initialize_model
 
         drawing = [device] if device.type == "cuda" else []
-        with self._engine_context(), self._registries.aside() as registered, torch.random.fork_rng(devices=drawing), device:
+        aside, random = self._registries.aside(), torch.random.fork_rng(devices=drawing)
+        with self._engine_context(), aside as registered, listening(self.vllm_config) as registered.kernels, random, device:
             module: nn.Module = initialize_model(vllm_config=self.vllm_config, model_config=self.model_config, prefix=self.prefix)
         self._registered[id(module)] = registered
         return module.eval()
@@ -264,7 +266,7 @@ class VLLMAdapter:
             self.process(cfg, module)
 
     def process(self, cfg: ModelConfig, module: nn.Module) -> None:
-        """Work after loading that is not in what was published. Idempotent.
+        """Work after loading that is not in what was published, and what building the module left to do. Idempotent.
 
         Raises:
             RebindError: vLLM makes other kernels here than where the entry was published.
@@ -272,6 +274,7 @@ class VLLMAdapter:
         if id(module) in self._processed:
             return
         self._processed.add(id(module))
+        say_again(self._registered[id(module)].kernels)
         with self._engine_context():
             if self.stage == "loaded":
                 from vllm.model_executor.model_loader.utils import process_weights_after_loading

@@ -168,11 +168,15 @@ def charge_later(nbytes: int, vllm_config: Any) -> None:
     def determine_available_memory(self: Any) -> int:
         found = int(original(self))
         later = _later.get(id(self.vllm_config.device_config))
-        if later is None:
+        if later is None or later.taken:
             return found
         later.taken = True
+        # When it has captured its graphs, vLLM computes its startup plan from this: how much KV cache later starts may have without
+        # looking, also those that map nothing (``vllm/v1/worker/startup_plan.py``).
+        if hasattr(self, "requested_memory"):
+            self.requested_memory -= later.nbytes
         if self.cache_config.kv_cache_memory_bytes:
-            return found  # the user said how much, and vLLM counted nothing
+            return found  # the user, or such a plan, said how much, and vLLM counted nothing
         return max(0, found - later.nbytes)
 
     setattr(determine_available_memory, _MARK, True)

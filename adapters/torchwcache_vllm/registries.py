@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torchwcache_vllm.warmup import Wanted
+
 __all__ = ["Registered", "Registries"]
 
 _OF_COMPILATION = ("static_forward_context", "static_all_moe_layers", "enabled_custom_ops", "disabled_custom_ops")
@@ -19,10 +21,11 @@ Contents = dict[str, Any]
 
 
 class Registered:
-    """What one build added. Filled when the build is over."""
+    """What one build added, and (of a build aside) which kernels it wants compiled. Filled when the build is over."""
 
     def __init__(self) -> None:
         self.added: Contents = {}
+        self.kernels: list[Wanted] = []
 
 
 class Registries:

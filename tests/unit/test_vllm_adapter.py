@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -154,6 +154,7 @@ def test_a_build_aside_leaves_no_trace_and_can_take_the_place_of_another() -> No
 def test_variables() -> None:
     environ = {"VLLM_PORT": "1", "VLLM_USE_DEEP_GEMM": "1", "VLLM_LOGGING_LEVEL": "DEBUG", "HOME": "/", "VLLM_OF_NEXT_YEAR": "x"}
     assert identity.variables(environ) == {"VLLM_USE_DEEP_GEMM": "1", "VLLM_OF_NEXT_YEAR": "x"}
+    assert identity.variables({"VLLM_ENABLE_STARTUP_PLAN": "1"}) == {}
     # vLLM 0.26 picks the kernel of FP8 by it, and so the layout of the weights.
     assert identity.variables({"VLLM_TEST_FORCE_FP8_MARLIN": "1", "VLLM_TEST_FORCE_LOAD_FORMAT": "auto"}) == {
         "VLLM_TEST_FORCE_FP8_MARLIN": "1"
@@ -618,9 +619,14 @@ def looking(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         def __init__(self, vllm_config: Any) -> None:
             self.vllm_config = vllm_config
+            self.requested_memory = 1100
 
         def determine_available_memory(self) -> int:
-            return 1000
+            return self.cache_config.kv_cache_memory_bytes or self.requested_memory - 100
+
+        def startup_plan(self) -> int:
+            """As ``compile_or_warm_up_model`` computes what later starts take for their KV cache without looking."""
+            return int(self.requested_memory) - 100
 
     module = ModuleType("vllm.v1.worker.gpu_worker")
     module.Worker = Worker  # type: ignore[attr-defined]
@@ -632,11 +638,21 @@ def test_mapped_weights_that_vllm_does_not_know_of_are_taken_off_the_kv_cache(lo
     engine = engine_config()
     memory.charge_later(300, engine)
     memory.charge_later(200, SimpleNamespace(device_config=engine.device_config))  # a draft's config is a copy
-    assert looking(engine).determine_available_memory() == 500
+    worker = looking(engine)
+    assert [worker.determine_available_memory() for _ in range(2)] == [500, 500]
     memory.charge_later(9000, engine)
     assert looking(engine).determine_available_memory() == 0
-    looking.cache_config.kv_cache_memory_bytes = 7
-    assert looking(engine).determine_available_memory() == 1000
+    looking.cache_config.kv_cache_memory_bytes = 7  # the user, or a startup plan, says how much
+    memory.charge_later(300, engine)
+    assert looking(engine).determine_available_memory() == 7
+
+
+def test_a_startup_plan_holds_what_vllm_does_not_count(looking: Any) -> None:
+    """Whoever takes it next may load from disk, and will not look again."""
+    engine = engine_config()
+    memory.charge_later(300, engine)
+    worker = looking(engine)
+    assert worker.determine_available_memory() == worker.startup_plan() == 700
 
 
 def test_each_engine_of_a_process_is_charged_for_its_own_weights(looking: Any) -> None:
@@ -644,7 +660,6 @@ def test_each_engine_of_a_process_is_charged_for_its_own_weights(looking: Any) -
     memory.charge_later(100, first)
     memory.charge_later(300, second)
     assert looking(first).determine_available_memory() == 900
-    assert looking(second).determine_available_memory() == 700
     assert looking(second).determine_available_memory() == 700
     memory.charge_later(150, first)  # a later engine, of the same config
     assert looking(first).determine_available_memory() == 850
@@ -795,6 +810,121 @@ def test_a_tensor_that_is_replaced_on_the_way_is_an_error(pre_processed_mode: No
     module.__dict__[adapter._STAMP] = stamped()
     with pytest.raises(RebindError, match=r"1.weight: vLLM replaced this tensor"):
         adapter._make_kernels(module)
+
+
+# ---- kernels that layers want compiled -----------------------------------------------------------------------------------------
+
+
+class WarmupRegistry:
+    """As vLLM's ``JitWarmupRegistry``."""
+
+    active: ClassVar[WarmupRegistry | None] = None
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._registrations: dict[Any, list[Any]] = {}
+
+    @contextlib.contextmanager
+    def activate(self) -> Iterator[None]:
+        before, WarmupRegistry.active = WarmupRegistry.active, self
+        try:
+            yield
+        finally:
+            WarmupRegistry.active = before
+
+
+class JitKernel:
+    def register_warmup(self, *args: Any, **kwargs: Any) -> None:
+        if WarmupRegistry.active is not None:
+            said = WarmupRegistry.active._registrations.setdefault(self, [])
+            said += [(args, kwargs)] if (args, kwargs) not in said else []
+
+
+JIT_KERNEL = JitKernel()
+
+
+class SayingLayer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        JIT_KERNEL.register_warmup(torch.float32, width=width)
+
+
+SAID = {JIT_KERNEL: [((torch.float32,), {"width": 4}), ((torch.float32,), {"width": 8})]}
+
+
+@pytest.fixture
+def building(monkeypatch: pytest.MonkeyPatch) -> adapter.VLLMAdapter:
+    """An adapter over what stands in for vLLM where it builds, and over its registry of kernels."""
+    for name, attributes in {
+        "vllm": {},
+        "vllm.model_executor": {},
+        "vllm.model_executor.model_loader": {},
+        "vllm.model_executor.model_loader.utils": {
+            "initialize_model": lambda **_: nn.Sequential(SayingLayer(4), SayingLayer(8), SayingLayer(4))
+        },
+        "vllm.model_executor.warmup": {},
+        "vllm.model_executor.warmup.jit_warmup": {"JitWarmupRegistry": WarmupRegistry},
+    }.items():
+        module = ModuleType(name)
+        module.__dict__.update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(adapter.Registries, "of", classmethod(lambda cls, vllm_config: cls({})))
+    monkeypatch.setattr(adapter.VLLMAdapter, "_engine_context", contextlib.nullcontext)
+    made = adapter.VLLMAdapter(SimpleNamespace(), SimpleNamespace(dtype=torch.float32), None, stage="finished")
+    made.put_off = True
+    return made
+
+
+def test_a_runner_hears_the_layers_of_a_module_that_was_built_before_it(building: adapter.VLLMAdapter) -> None:
+    cfg = ModelConfig("m")
+    module, _ = building.build(cfg)
+    building.prepare(cfg, module)
+    runner = WarmupRegistry(None)
+    with runner.activate():
+        building.process(cfg, module)
+        assert runner._registrations == SAID
+        runner._registrations.clear()
+        building.process(cfg, module)  # the caller's, where it was not put off
+    assert runner._registrations == {}
+
+
+def test_a_runner_does_not_hear_the_layers_of_a_module_that_does_not_serve(building: adapter.VLLMAdapter) -> None:
+    runner, cfg = WarmupRegistry(None), ModelConfig("m")
+    with runner.activate():
+        with building.scratch_build(cfg):
+            pass
+        assert runner._registrations == {}
+        JIT_KERNEL.register_warmup()  # it goes on listening
+        assert list(runner._registrations) == [JIT_KERNEL]
+
+
+def test_where_no_runner_listens_nobody_is_told(building: adapter.VLLMAdapter) -> None:
+    cfg = ModelConfig("m")
+    module, _ = building.build(cfg)
+    building.prepare(cfg, module)
+    building.process(cfg, module)
+
+
+def test_a_vllm_whose_layers_say_nothing(building: adapter.VLLMAdapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "vllm.model_executor.warmup.jit_warmup")
+    assert building.build(ModelConfig("m"))
+
+
+def test_a_vllm_that_notes_it_otherwise_builds_all_the_same(
+    building: adapter.VLLMAdapter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Next(WarmupRegistry):
+        @contextlib.contextmanager
+        def activate(self) -> Iterator[None]:
+            with super().activate():
+                yield
+            self.said = self.__dict__.pop("_registrations")
+
+    monkeypatch.setattr(sys.modules["vllm.model_executor.warmup.jit_warmup"], "JitWarmupRegistry", Next)
+    cfg = ModelConfig("m")
+    module, _ = building.build(cfg)
+    assert "notes kernels otherwise" in caplog.text
+    building.prepare(cfg, module)
+    building.process(cfg, module)
 
 
 def test_the_engines_configuration_is_found_wherever_it_is_held() -> None:

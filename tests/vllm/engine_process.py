@@ -1,8 +1,8 @@
 """A real vLLM engine, as a user's program starts one; prints what it did as JSON on the last line of its output.
 
 Run as a script, with a JSON object as its one argument: ``model``, ``options`` for ``vllm.LLM``, ``prompts`` (lists of token ids),
-``tokens`` (how many to make), ``wait`` (stay up and do what each line of the input says), ``stop_at``, ``plain_linear``, and
-``adapter`` (a LoRA folder).
+``tokens`` (how many to make), ``wait`` (stay up and do what each line of the input says), ``stop_at``, ``plain_linear``,
+``warm_up``, and ``adapter`` (a LoRA folder).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 
@@ -27,6 +28,46 @@ def use_plain_linear() -> None:
 
     utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: None
     utils.cpu_unquantized_gemm = lambda layer, x, weight, bias=None: torch.nn.functional.linear(x, weight, bias)
+
+
+def warm_up() -> Callable[[], list[Any]]:
+    """As on a GPU: hit or miss is decided before there is a model runner, and that listens which kernels layers want compiled.
+
+    Gives what tells what it heard.
+    """
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.warmup.jit_warmup import VllmJitKernel
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    class Kernel(VllmJitKernel[int]):
+        def get_warmup_keys(self, head_size: int, *, scale: float) -> list[int]:
+            return [head_size]
+
+        def compile(self, compile_key: int) -> None:
+            pass
+
+    kernel, runners = Kernel(), []
+    make_layer, make_runner, load = Attention.__init__, CPUModelRunner.__init__, CPUModelRunner.load_model
+
+    @functools.wraps(make_layer)
+    def saying(self: Any, num_heads: int, head_size: int, scale: float, *args: Any, **kwargs: Any) -> None:
+        make_layer(self, num_heads, head_size, scale, *args, **kwargs)
+        kernel.register_warmup(head_size, scale=scale)
+
+    def decided_before(self: Any, vllm_config: Any, device: Any) -> None:
+        loader = get_model_loader(vllm_config.load_config)
+        if vllm_config.load_config.load_format == "torchwcache":
+            loader._decide(loader._start(vllm_config, vllm_config.model_config, ""))
+        make_runner(self, vllm_config, device)
+        runners.append(self)
+
+    def listening(self: Any, *args: Any, **kwargs: Any) -> None:
+        with self.jit_warmup_registry.activate():
+            load(self, *args, **kwargs)
+
+    Attention.__init__, CPUModelRunner.__init__, CPUModelRunner.load_model = saying, decided_before, listening
+    return lambda: [call for runner in runners for call in runner.jit_warmup_registry._registrations.get(kernel, [])]
 
 
 def stop_at(where: str) -> None:
@@ -95,6 +136,7 @@ def main() -> None:
         use_plain_linear()
     if order.get("stop_at"):
         stop_at(order["stop_at"])
+    heard = warm_up() if order.get("warm_up") else list
     from vllm import LLM, SamplingParams
 
     options = {
@@ -130,7 +172,7 @@ def main() -> None:
         # vLLM 0.32 allocates what pipeline ranks pass on in its first dummy run, which an eager engine on the CPU does not make.
         engine.collective_rpc("execute_dummy_batch")
     adapted = with_adapter(order["adapter"]) if order.get("adapter") else None
-    say(tokens=generate(), adapted=adapted, seconds=seconds, pid=os.getpid())
+    say(tokens=generate(), adapted=adapted, seconds=seconds, pid=os.getpid(), heard=heard())
     for line in sys.stdin if order.get("wait") else ():
         command = json.loads(line)
         if command["do"] == "generate":

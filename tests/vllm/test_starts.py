@@ -60,6 +60,18 @@ def test_finished_weights(kind, run, checkpoints):
     assert first == second == without
 
 
+def test_kernels_that_layers_want_compiled_are_the_same(vllm, checkpoints):
+    """Layers say so while they are built, and on a hit they were built before there was a runner that listens."""
+    model, heard = checkpoints("small"), []
+    for options, said in (({"load_format": "auto"}, ""), ({}, "published"), ({}, ": hit: ")):
+        engine = vllm(model, options=options, warm_up=True)
+        heard.append(engine.result()["heard"])
+        engine.end()
+        assert said in "\n".join(engine.lines)
+    assert heard[0] == heard[1] == heard[2]
+    assert len(heard[0]) == 1  # of all layers: they say the same
+
+
 def test_tied_embeddings_with_a_head_in_the_checkpoint(run, checkpoints, tmp_path):
     """vLLM builds it untied, looks at the values, and ties it again after loading if they are equal."""
     stage = {"TORCHWCACHE_VLLM_STAGE": "finished"}
