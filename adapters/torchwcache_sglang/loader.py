@@ -14,7 +14,7 @@ from torchwcache.engine import EngineOptions, OneRank, ProcessGroupRanks, RankGr
 from torchwcache.engine_memory import OwnMemory, make_free, wanted_nbytes
 from torchwcache_sglang import leases
 from torchwcache_sglang.adapter import SGLangAdapter, model_config_for
-from torchwcache_sglang.memory import baseline_nbytes, static_fraction
+from torchwcache_sglang.memory import agreed_nbytes, baseline_nbytes, free_nbytes, static_fraction
 
 __all__ = ["CacheLoader"]
 
@@ -52,6 +52,7 @@ class CacheLoader(BaseModelLoader):  # type: ignore[misc]
         group = _ranks(cfg.role.value == "draft", self.options.timeout_s + _SLOWEST_RANK_S)
         adapter = SGLangAdapter(self.inner, model_config, device_config)
         own = OwnMemory(cfg.device)
+        free = free_nbytes(cfg.device)
         start = RankStart(cfg, adapter, self.options, group, say=logger.info)
         start.decide()
         fraction = static_fraction()
@@ -60,7 +61,8 @@ class CacheLoader(BaseModelLoader):  # type: ignore[misc]
             make_free(start.free_up, cfg.device, wanted_nbytes(cfg.device, fraction, mapped=mapped, needed=needed))
         attachment = self.attachment = start.finish()
         leases.remember(shared=start.shared)
-        self.baseline_nbytes = baseline_nbytes(attachment, own.nbytes("reserved"), fraction, start.evicted_nbytes)
+        added = baseline_nbytes(attachment, own.nbytes("reserved"), fraction, start.evicted_nbytes)
+        self.baseline_nbytes = agreed_nbytes(group, free, added)
         self.preloaded_weights_bytes = max(0, self.baseline_nbytes)
         return attachment.model
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -415,6 +416,102 @@ def test_what_nobody_measured_is_taken_to_be_what_is_mapped() -> None:
     attachment.model.__dict__["_torchwcache_load_nbytes"] = {"allocated": 0, "reserved": 100}
     assert memory.baseline_nbytes(attachment, 1, 0.5) == 0
     assert memory.baseline_nbytes(attachment, 1, 0.5, 7) == 7
+
+
+class Group:
+    """Ranks, of which this is one: what the others say is known."""
+
+    rank = 0
+
+    def __init__(self, *others: str) -> None:
+        self.others, self.size = others, 1 + len(others)
+        self.said: list[str] = []
+
+    def exchange(self, word: str, what: str) -> tuple[str, ...]:
+        self.said.append(word)
+        return (word, *self.others)
+
+
+def test_all_ranks_have_the_same_baseline() -> None:
+    """The least of what would have been free: each computes its tokens by it, and nobody compares those."""
+    for ranks in (
+        [(60, 40), (100, 0)],  # one rank's weights were there already, the other's were not
+        [(60, 20), (80, 0)],  # something was evicted for the first; as much as the second has free
+        [(80, 20), (60, 0)],  # and here the second has less: what others use there
+        [(80, 40), (70, 50)],  # pipeline stages, of which one is larger
+        [(80, -1), (80, -3)],
+    ):
+        words = [f"{free} {added}" for free, added in ranks]
+        asked = [memory.agreed_nbytes(Group(*words[:i], *words[i + 1 :]), *ranks[i]) for i in range(len(ranks))]
+        assert len(set(asked)) == 1
+        baseline = min(free for free, _ in ranks)  # SGLang's own
+        assert baseline + asked[0] == min(free + added for free, added in ranks)
+    assert memory.agreed_nbytes(Group(), 100, 7) == 7
+
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def load_on_gpu(sglang_loader: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A load by our loader on a GPU of 100 GiB, of which 60 are free and 8 the engine's own, for a server that is to use 0.8 of it.
+
+    Gives a function that loads, which returns the loader and how much was to be free.
+    """
+    import torchwcache_sglang.loader as ours
+    from torchwcache.config import Role
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (60 * GIB, 100 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 8 * GIB)
+    monkeypatch.setattr(ours, "static_fraction", lambda: 0.8)
+    monkeypatch.setattr(ours, "OwnMemory", lambda device: types.SimpleNamespace(nbytes=lambda count: 0))
+    monkeypatch.setattr(ours, "SGLangAdapter", lambda *parts: None)
+    monkeypatch.setattr(leases, "_shared", False)
+
+    def load(*, nbytes: int, hit: bool, draft: bool = False, group: Any = None, evicted: int = 0) -> tuple[Any, int]:
+        wanted: list[int] = []
+        report = types.SimpleNamespace(source="cache" if hit else "disk", mapped_nbytes=nbytes, copied_nbytes=0)
+        module = nn.Linear(1, 1)
+        attachment = types.SimpleNamespace(memory_nbytes=nbytes, report=report, model=module)
+
+        class Start:
+            shared, evicted_nbytes = True, evicted
+
+            def __init__(self, *_: Any, **__: Any) -> None:
+                self.attachment = attachment if hit else None
+
+            def decide(self) -> bool:
+                return hit
+
+            def needed_nbytes(self) -> int:
+                return nbytes + GIB
+
+            def free_up(self, nbytes: int, free: Any) -> int:
+                wanted.append(nbytes)
+                return 0
+
+            def finish(self) -> Any:
+                return attachment
+
+        cfg = types.SimpleNamespace(device="cuda:0", role=Role.DRAFT if draft else Role.TARGET)
+        monkeypatch.setattr(ours, "RankStart", Start)
+        monkeypatch.setattr(ours, "model_config_for", lambda *_, **__: cfg)
+        monkeypatch.setattr(ours, "_ranks", lambda *_: group or Group())
+        loader = ours.CacheLoader(make_default(LoadConfig()), options_from({"mode": "client"}, {}))
+        device = types.SimpleNamespace(device_type="cuda", gpu_id=0)
+        assert loader.load_model(model_config=None, device_config=device) is module
+        return loader, wanted[0]
+
+    return load
+
+
+def test_ranks_agree_on_the_baseline_when_the_model_is_there(load_on_gpu: Any) -> None:
+    others_miss = Group(f"{100 * GIB} 0")
+    loader, _ = load_on_gpu(nbytes=40 * GIB, hit=True, group=others_miss)
+    assert others_miss.said == [f"{60 * GIB} {40 * GIB}"]
+    assert loader.baseline_nbytes == loader.preloaded_weights_bytes == 40 * GIB
+    loader, _ = load_on_gpu(nbytes=40 * GIB, hit=False, evicted=30 * GIB, group=Group(f"{80 * GIB} 0"))
+    assert loader.baseline_nbytes == loader.preloaded_weights_bytes == 20 * GIB
 
 
 @pytest.fixture
