@@ -58,9 +58,11 @@ class CacheLoader(BaseModelLoader):  # type: ignore[misc]
         fraction = static_fraction()
         if fraction is not None and torch.device(cfg.device).type == "cuda":
             mapped, needed = (start.attachment.memory_nbytes, 0) if start.attachment is not None else (0, start.needed_nbytes())
+            # Of the engine's share of the device a draft's target has its part already, and so have the copies of this attachment.
+            mapped += leases.mapped_nbytes() + torch.cuda.memory_reserved(cfg.device)
             make_free(start.free_up, cfg.device, wanted_nbytes(cfg.device, fraction, mapped=mapped, needed=needed))
         attachment = self.attachment = start.finish()
-        leases.remember(shared=start.shared)
+        leases.remember(shared=start.shared, nbytes=attachment.memory_nbytes)
         added = baseline_nbytes(attachment, own.nbytes("reserved"), fraction, start.evicted_nbytes)
         self.baseline_nbytes = agreed_nbytes(group, free, added)
         self.preloaded_weights_bytes = max(0, self.baseline_nbytes)

@@ -467,6 +467,7 @@ def load_on_gpu(sglang_loader: types.ModuleType, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ours, "OwnMemory", lambda device: types.SimpleNamespace(nbytes=lambda count: 0))
     monkeypatch.setattr(ours, "SGLangAdapter", lambda *parts: None)
     monkeypatch.setattr(leases, "_shared", False)
+    monkeypatch.setattr(leases, "_mapped_nbytes", 0, raising=False)
 
     def load(*, nbytes: int, hit: bool, draft: bool = False, group: Any = None, evicted: int = 0) -> tuple[Any, int]:
         wanted: list[int] = []
@@ -512,6 +513,14 @@ def test_ranks_agree_on_the_baseline_when_the_model_is_there(load_on_gpu: Any) -
     assert loader.baseline_nbytes == loader.preloaded_weights_bytes == 40 * GIB
     loader, _ = load_on_gpu(nbytes=40 * GIB, hit=False, evicted=30 * GIB, group=Group(f"{80 * GIB} 0"))
     assert loader.baseline_nbytes == loader.preloaded_weights_bytes == 20 * GIB
+
+
+def test_what_the_engine_has_already_is_not_evicted_for_once_more(load_on_gpu: Any) -> None:
+    """A draft comes after its target: others' weights had to go for the target's share, all over again."""
+    assert load_on_gpu(nbytes=20 * GIB, hit=True)[1] == (80 - 20 - 8) * GIB
+    assert load_on_gpu(nbytes=2 * GIB, hit=True, draft=True)[1] == (80 - 20 - 2 - 8) * GIB
+    assert load_on_gpu(nbytes=3 * GIB, hit=False, draft=True)[1] == (80 - 20 - 2 - 8) * GIB
+    assert load_on_gpu(nbytes=70 * GIB, hit=False, draft=True)[1] == 71 * GIB  # what a load needs, it needs
 
 
 @pytest.fixture
