@@ -23,7 +23,13 @@ from torchwcache.memory.select import memory_for
 from torchwcache.production import free_up
 from torchwcache_vllm.adapter import Stage, VLLMAdapter
 from torchwcache_vllm.guards import LOAD_FORMAT, guard, refusal_of, refuse_write
-from torchwcache_vllm.memory import charge_later, counted_by_vllm, external_nbytes, not_counted_nbytes
+from torchwcache_vllm.memory import (
+    charge_later,
+    counted_before_the_load,
+    counted_by_vllm,
+    external_nbytes,
+    not_counted_nbytes,
+)
 from torchwcache_vllm.ranks import parallelism, ranks_of, shared_anywhere
 from torchwcache_vllm.versions import OLDEST, parse, seam_problems, version_note
 
@@ -102,7 +108,7 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
             start.adapter.put_off = False  # type: ignore[attr-defined]
             return 0
         assert start.attachment is not None
-        return external_nbytes(start.attachment, own.nbytes(counted_by_vllm()))
+        return external_nbytes(start.attachment, counted_before_the_load(own))
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
         """Attach or load; all ranks do the same."""

@@ -16,11 +16,12 @@ import weakref
 from typing import Any
 
 from torchwcache.attachment import Attachment
-from torchwcache.engine_memory import Count, growth_of
+from torchwcache.engine_memory import Count, OwnMemory, growth_of
 
 __all__ = [
     "charge_later",
     "correct_start_check",
+    "counted_before_the_load",
     "counted_by_vllm",
     "external_nbytes",
     "not_counted_nbytes",
@@ -132,6 +133,20 @@ def counted_by_vllm() -> Count:
     from vllm.utils.mem_utils import MemoryProfilingResult
 
     return "reserved" if hasattr(MemoryProfilingResult, "total_consumed") else "allocated"
+
+
+def counted_before_the_load(own: OwnMemory) -> int:
+    """Of what this process has taken before vLLM's own load begins, what vLLM counts nevertheless, in bytes.
+
+    Args:
+        own: Since before hit or miss was decided: the copies of an attachment.
+    """
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    # Since 0.32 its first look at the device comes after that. Up to 0.26 it looked at what tensors take while it loads. Between,
+    # it looked at the device, and before that.
+    looks_before = not hasattr(BaseModelLoader, "get_external_weight_memory")
+    return own.nbytes("reserved") if looks_before and counted_by_vllm() == "reserved" else 0
 
 
 def _external_nbytes(vllm_config: Any) -> tuple[int, int]:

@@ -697,6 +697,27 @@ def test_what_this_process_takes_is_counted_as_vllm_counts(looks_at_the_device: 
     assert engine_memory.OwnMemory("cpu").nbytes(memory.counted_by_vllm()) == 0
 
 
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_hit_leaves_as_much_for_the_kv_cache_as_a_load(
+    looks_at_the_device: bool, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies that an attachment makes before vLLM's first look, or before the load that vLLM measures, nobody but us counts."""
+    if asks and not looks_at_the_device:
+        pytest.skip("vLLM asks since 0.32, and looks since 0.27")
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.model_loader"):
+        monkeypatch.setitem(sys.modules, name, sys.modules.get(name) or ModuleType(name))
+    module = ModuleType("vllm.model_executor.model_loader.base_loader")
+    module.BaseModelLoader = type("BaseModelLoader", (), {"get_external_weight_memory": None} if asks else {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    copies = {"allocated": 10, "reserved": 20}
+    budget, taken = 5000, 1050 if looks_at_the_device else 1000
+    own: Any = SimpleNamespace(nbytes=copies.__getitem__)
+    external = memory.external_nbytes(served("cache", published=False, taken=1000), memory.counted_before_the_load(own))
+    # By what vLLM finds to have become less on the device since its first look.
+    counted = copies["reserved"] if looks_at_the_device and not asks else 0
+    assert budget - external - counted == budget - taken
+
+
 class Kernel:
     pass
 
