@@ -5,19 +5,30 @@ from __future__ import annotations
 import copy
 import logging
 import pkgutil
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from torchwcache_sglang import guards, seams
+from torchwcache_sglang.context import option
 from torchwcache_sglang.settings import options_from, split_extra_config
 from torchwcache_sglang.tokenizer_workers import WRITE_ARGUMENTS, around_write
 
-__all__ = ["GET_LOADER", "LOAD_MODEL", "around_get_model_loader", "around_load_model", "register_hooks"]
+__all__ = [
+    "BALANCE_CHECK",
+    "GET_LOADER",
+    "LOAD_MODEL",
+    "around_balance_check",
+    "around_get_model_loader",
+    "around_load_model",
+    "register_hooks",
+]
 
 logger = logging.getLogger("sglang.torchwcache")
 
 GET_LOADER = "sglang.srt.model_loader.loader.get_model_loader"
 LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+BALANCE_CHECK = "sglang.srt.distributed.bootstrap._check_tp_memory_balance"
 
 _REFUSED = "_torchwcache_refused"
 """Set on a loader of SGLang's that is used although the cache was asked for: the reason was said."""
@@ -35,7 +46,8 @@ def register_hooks() -> None:
         _resolve(target)
     HookRegistry.register(GET_LOADER, around_get_model_loader, HookType.AROUND)
     HookRegistry.register(LOAD_MODEL, around_load_model, HookType.AROUND)
-    others = {**guards.GUARDS, **guards.CALLER_GUARDS, **guards.UPDATER_GUARDS, WRITE_ARGUMENTS: around_write}
+    others = {**guards.GUARDS, **guards.CALLER_GUARDS, **guards.UPDATER_GUARDS}
+    others |= {WRITE_ARGUMENTS: around_write, BALANCE_CHECK: around_balance_check}
     for target, hook in others.items():
         try:
             _resolve(target)
@@ -90,6 +102,36 @@ def around_load_model(original: Callable[..., Any], runner: Any, *args: Any, **k
     _self_check(runner)
     _account(runner)
     return result
+
+
+def around_balance_check(original: Callable[..., Any], *, pre_model_load_memory: float, local_gpu_memory: float) -> Any:
+    """Whether as much is free on the devices of all ranks, in GiB; nothing is loaded yet.
+
+    Weights in the cache may lie on one of them only, or be larger there, and are no other program's: they are mapped, or evicted.
+    """
+    try:
+        return original(pre_model_load_memory=pre_model_load_memory, local_gpu_memory=local_gpu_memory)
+    except RuntimeError as error:
+        options = options_from(split_extra_config(option("model_loader_extra_config"))[0])
+        if options is None or pre_model_load_memory + _cached_gib(options.socket) < local_gpu_memory * 0.9:
+            raise
+        logger.warning("torchwcache: weights in the cache are why; the start goes on. SGLang says: %s", error)
+
+
+def _cached_gib(socket: str) -> float:
+    """What is in the cache on that device of this machine where it is most, in GiB."""
+    from torchwcache.errors import WeightCacheError
+    from torchwcache.wire.client import DaemonConnection
+
+    cached: Counter[str] = Counter()
+    try:
+        with DaemonConnection.connect(socket) as connection:
+            for entry in connection.entries():
+                if entry.memory == "cuda":
+                    cached[entry.device] += entry.nbytes
+    except (WeightCacheError, OSError) as error:
+        logger.debug("what is in the cache is not known: %s", error)
+    return max(cached.values(), default=0) / (1 << 30)
 
 
 def _self_check(runner: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import json
 import logging
@@ -521,6 +522,49 @@ def test_what_the_engine_has_already_is_not_evicted_for_once_more(load_on_gpu: A
     assert load_on_gpu(nbytes=2 * GIB, hit=True, draft=True)[1] == (80 - 20 - 2 - 8) * GIB
     assert load_on_gpu(nbytes=3 * GIB, hit=False, draft=True)[1] == (80 - 20 - 2 - 8) * GIB
     assert load_on_gpu(nbytes=70 * GIB, hit=False, draft=True)[1] == 71 * GIB  # what a load needs, it needs
+
+
+def unbalanced(*, pre_model_load_memory: float, local_gpu_memory: float) -> None:
+    """As SGLang's own."""
+    if pre_model_load_memory < local_gpu_memory * 0.9:
+        raise RuntimeError("The memory capacity is unbalanced")
+
+
+def test_weights_in_the_cache_are_no_other_programs(
+    sglang_loader: types.ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of which one device may have more than another: SGLang would end the start before anything can be mapped or evicted."""
+    cached = [("one", "cuda", 20), ("one", "cuda", 5), ("two", "cuda", 10), ("cpu", "memfd", 90)]
+
+    class Connection(contextlib.AbstractContextManager[Any]):
+        @staticmethod
+        def connect(socket: str) -> Any:
+            assert socket == "/run/socket"
+            return Connection()
+
+        def entries(self) -> Any:
+            return [types.SimpleNamespace(device=device, memory=memory, nbytes=n * GIB) for device, memory, n in cached]
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr("torchwcache.wire.client.DaemonConnection", Connection)
+    monkeypatch.setenv("TORCHWCACHE_SOCKET", "/run/socket")
+
+    def check(least: float, here: float = 140.0) -> None:
+        hooks.around_balance_check(unbalanced, pre_model_load_memory=least, local_gpu_memory=here)
+
+    with pytest.raises(RuntimeError, match="unbalanced"):
+        check(110)  # nobody asked for the cache
+    monkeypatch.setenv("TORCHWCACHE_MODE", "client")
+    check(110)
+    assert "weights in the cache are why" in caplog.text
+    with pytest.raises(RuntimeError, match="unbalanced"):
+        check(90)  # which is more than what is cached
+    cached.clear()
+    with pytest.raises(RuntimeError, match="unbalanced"):
+        check(110)
+    check(139)
 
 
 @pytest.fixture
