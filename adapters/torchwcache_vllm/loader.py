@@ -22,7 +22,7 @@ from torchwcache.errors import RefusedError
 from torchwcache.memory.select import memory_for
 from torchwcache.production import free_up
 from torchwcache_vllm.adapter import Stage, VLLMAdapter
-from torchwcache_vllm.guards import LOAD_FORMAT, guard, refusal_of, refuse_write
+from torchwcache_vllm.guards import LOAD_FORMAT, guard, refusal_of, refuse_write, unknown_device
 from torchwcache_vllm.memory import (
     charge_later,
     counted_before_the_load,
@@ -90,7 +90,7 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
         evict: Callable[[int, Callable[[], int]], int]
         if start is not None:
             evict, device, needed = start.free_up, start.cfg.device, 0 if external else start.needed_nbytes()
-        elif self.options.mode is not Mode.OFF:
+        elif self.options.mode is not Mode.OFF and not unknown_device(vllm_config):
             memory = memory_for("cuda")
             evict, device, needed = functools.partial(free_up, self.options.socket, memory), str(memory.device), 0
         else:

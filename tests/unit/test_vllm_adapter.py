@@ -207,6 +207,17 @@ def test_configurations_that_are_refused(vllm_config: Any, device: str | None, s
     assert bool(refusal) is bool(says)
 
 
+def test_devices_whose_memory_cannot_be_shared_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM then loads by itself, as after every refusal; asking for memory there is an error."""
+    load = SimpleNamespace(device=None)
+    gpu = config(device_config=SimpleNamespace(device=torch.device("cuda")))
+    assert guards.refusal_of(gpu, load) == guards.unknown_device(gpu) == ""
+    assert "not on xpu" in guards.refusal_of(config(device_config=SimpleNamespace(device=torch.device("xpu", 0))), load)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "not on an AMD GPU" in guards.refusal_of(gpu, load)
+    assert guards.refusal_of(config(), load) == ""
+
+
 class Worker:
     """As vLLM's worker, as far as guards see it."""
 
