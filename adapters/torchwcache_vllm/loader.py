@@ -120,12 +120,14 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
         _starts.pop((id(model_config), prefix), None)
         charged_before = start.cfg.device == "cpu" or start.adapter.put_off  # type: ignore[attr-defined]
         own = None if charged_before else OwnMemory(start.cfg.device)
+        evicted = start.evicted_nbytes  # before vLLM counted
         attachment = start.finish()
         # Memory has been charged for a hit by now: what fails here stops the start, instead of loading beside what is mapped.
         start.adapter.process(start.cfg, attachment.model)  # type: ignore[attr-defined]
         guard(attachment.model, shared=shared_anywhere(start.shared, self.options.timeout_s))
         if own is not None:
-            charge_later(not_counted_nbytes(attachment, own.nbytes(counted_by_vllm())), vllm_config)
+            not_counted = not_counted_nbytes(attachment, own.nbytes(counted_by_vllm()))
+            charge_later(not_counted, vllm_config, evicted=start.evicted_nbytes - evicted)
         return attachment.model.eval()
 
     def _start(self, vllm_config: Any, model_config: Any, prefix: str) -> RankStart | None:

@@ -37,6 +37,7 @@ class _Later:
     """What is to be charged to one engine's worker; a process may hold several, one after the other."""
 
     nbytes: int = 0
+    evicted: int = 0
     taken: bool = False
 
 
@@ -159,12 +160,14 @@ def _external_nbytes(vllm_config: Any) -> tuple[int, int]:
     return loader.get_external_weight_memory(vllm_config), loader.evicted_nbytes
 
 
-def charge_later(nbytes: int, vllm_config: Any) -> None:
+def charge_later(nbytes: int, vllm_config: Any, *, evicted: int = 0) -> None:
     """Take what vLLM has not counted off what it finds free for the KV cache, or add what it counted too much, in bytes.
 
     Args:
         nbytes: Of one model; those of one engine add up.
         vllm_config: As the loader got it: the engine's, or a draft's.
+        evicted: Bytes that others had used, and that were evicted while this model was loaded: without them vLLM would take the
+            engine for so much smaller, or would end the start when more is free than it saw at first.
     """
     worker: Any = getattr(sys.modules.get("vllm.v1.worker.gpu_worker"), "Worker", None)
     if worker is None:
@@ -175,14 +178,18 @@ def charge_later(nbytes: int, vllm_config: Any) -> None:
     if id(engine) not in _later or _later[id(engine)].taken:
         _later[id(engine)] = _Later()  # an engine loads, and then looks how much is left: the next load is another engine's
     _later[id(engine)].nbytes += nbytes
+    _later[id(engine)].evicted += evicted
     original = worker.determine_available_memory
     if getattr(original, _MARK, False):
         return
 
     @functools.wraps(original)
     def determine_available_memory(self: Any) -> int:
-        found = int(original(self))
         later = _later.get(id(self.vllm_config.device_config))
+        if later is not None and later.evicted:
+            note_evicted(self.init_snapshot, later.evicted)
+            later.evicted = 0
+        found = int(original(self))
         if later is None:
             return found
         later.taken = True

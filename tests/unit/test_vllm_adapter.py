@@ -650,6 +650,18 @@ def test_mapped_weights_that_vllm_does_not_know_of_are_taken_off_the_kv_cache(lo
     assert looking(engine).determine_available_memory() == 1000
 
 
+def test_what_is_evicted_for_a_draft_was_not_free_when_vllm_looked_first(looking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM ends a start when there is more free after the load than before it."""
+    engine, worker = engine_config(), looking
+    look = SimpleNamespace(free_memory=70, cuda_memory=30)
+    monkeypatch.setattr(worker, "init_snapshot", look, raising=False)
+    memory.charge_later(1, engine)
+    memory.charge_later(2, engine, evicted=40)
+    for _ in range(2):
+        assert worker(engine).determine_available_memory() == 997
+        assert (look.free_memory, look.cuda_memory) == (110, -10)
+
+
 def test_each_engine_of_a_process_is_charged_for_its_own_weights(looking: Any) -> None:
     first, second = engine_config(), engine_config()
     memory.charge_later(100, first)
