@@ -82,7 +82,10 @@ def around_get_model_loader(original: Callable[..., Any], load_config: Any, mode
     why = refusal(inner, model_config)
     if why is not None:
         _refuse(why, options)
+        from torchwcache_sglang.unshared import make_room
+
         setattr(inner, _REFUSED, True)
+        make_room(inner, model_config, options)
         return inner
     return CacheLoader(inner, options)
 
@@ -101,6 +104,10 @@ def around_load_model(original: Callable[..., Any], runner: Any, *args: Any, **k
     result = original(runner, *args, **kwargs)
     _self_check(runner)
     _account(runner)
+    if getattr(getattr(runner, "loader", None), _REFUSED, False):
+        from torchwcache_sglang.unshared import account_room
+
+        account_room(runner)
     return result
 
 

@@ -498,7 +498,7 @@ def load_on_gpu(sglang_loader: types.ModuleType, monkeypatch: pytest.MonkeyPatch
         cfg = types.SimpleNamespace(device="cuda:0", role=Role.DRAFT if draft else Role.TARGET)
         monkeypatch.setattr(ours, "RankStart", Start)
         monkeypatch.setattr(ours, "model_config_for", lambda *_, **__: cfg)
-        monkeypatch.setattr(ours, "_ranks", lambda *_: group or Group())
+        monkeypatch.setattr(ours, "ranks_of", lambda *_, **__: group or Group())
         loader = ours.CacheLoader(make_default(LoadConfig()), options_from({"mode": "client"}, {}))
         device = types.SimpleNamespace(device_type="cuda", gpu_id=0)
         assert loader.load_model(model_config=None, device_config=device) is module
@@ -522,6 +522,46 @@ def test_what_the_engine_has_already_is_not_evicted_for_once_more(load_on_gpu: A
     assert load_on_gpu(nbytes=2 * GIB, hit=True, draft=True)[1] == (80 - 20 - 2 - 8) * GIB
     assert load_on_gpu(nbytes=3 * GIB, hit=False, draft=True)[1] == (80 - 20 - 2 - 8) * GIB
     assert load_on_gpu(nbytes=70 * GIB, hit=False, draft=True)[1] == 71 * GIB  # what a load needs, it needs
+
+
+def test_what_nobody_uses_makes_room_for_a_model_that_is_not_cached(load_on_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a start that asks for the cache would end where one that does not would have had the memory."""
+    import torchwcache_sglang.loader as ours
+    from torchwcache_sglang import unshared
+
+    state = {"free": 60 * GIB}
+    asked: list[int] = []
+
+    def free_up(socket: str, memory: Any, nbytes: int, free: Any) -> int:
+        asked.append(nbytes)
+        state["free"] += 30 * GIB
+        return 30 * GIB
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (state["free"], 100 * GIB))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(unshared, "memory_for", lambda device: types.SimpleNamespace(device="cuda:0"))
+    monkeypatch.setattr(unshared, "free_up", free_up)
+    monkeypatch.setattr(unshared, "static_fraction", lambda: 0.8)
+    group = Group(f"{80 * GIB} 0")  # another rank, with less after that
+    monkeypatch.setattr(ours, "ranks_of", lambda timeout_s, *, draft: group)
+    monkeypatch.setattr(refusals, "refusal", lambda inner, model_config: "it is not known how")
+    monkeypatch.setenv("TORCHWCACHE_MODE", "client")
+
+    def start(model_config: Any) -> Any:
+        loader = hooks.around_get_model_loader(make_default, LoadConfig(), model_config)
+        assert type(loader) is DefaultModelLoader
+        runner = Runner(loader)
+        hooks.around_load_model(Runner.load_model, runner)
+        return runner
+
+    before = Runner(None).pre_model_load_memory
+    assert start(types.SimpleNamespace()).pre_model_load_memory == before + 20
+    assert asked == [(80 - 8) * GIB]
+    assert start(types.SimpleNamespace(is_draft_model=True)).pre_model_load_memory == before
+    assert start(None).pre_model_load_memory == before
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert start(types.SimpleNamespace()).pre_model_load_memory == before
+    assert len(asked) == len(group.said) == 1
 
 
 def unbalanced(*, pre_model_load_memory: float, local_gpu_memory: float) -> None:
