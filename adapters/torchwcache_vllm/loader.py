@@ -85,6 +85,7 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
 
         vLLM calls this since 0.32, on GPUs; before, see ``torchwcache_vllm.memory``.
         """
+        _give_up_starts()
         start = self._start(vllm_config, vllm_config.model_config, "")
         external = 0 if start is None else self._decide(start)
         evict: Callable[[int, Callable[[], int]], int]
@@ -160,6 +161,15 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
         start = RankStart(cfg, adapter, self.options, group, say=logger.info)
         _starts[id(model_config), prefix] = start
         return start
+
+
+def _give_up_starts() -> None:
+    """Give back what was decided for engines of this process that never came to load: one whose start vLLM ended in between.
+
+    A leave to produce would be kept alive for good, and this process's next engine would wait for it.
+    """
+    while _starts:
+        _starts.popitem()[1].close()
 
 
 @functools.cache

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import enum
 import gc
+import importlib
+import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -610,6 +612,84 @@ def no_vllm(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -
         monkeypatch.delenv(name, raising=False)
     plugin._register_loader.cache_clear()
     return caplog
+
+
+@dataclasses.dataclass
+class LoadConfig:
+    load_format: str = "torchwcache"
+    model_loader_extra_config: Any = None
+    device: Any = None
+
+
+class Loads:
+    """Stands for vLLM's base class and its default loader."""
+
+    def __init__(self, load_config: Any) -> None:
+        self.load_config = load_config
+
+
+class Started:
+    """Stands for ``RankStart``: a miss on a GPU."""
+
+    def __init__(self) -> None:
+        self.cfg = SimpleNamespace(device="cuda:0")
+        self.adapter = SimpleNamespace(put_off=False)
+        self.closed = self.decided = 0
+
+    def decide(self) -> bool:
+        self.decided += 1
+        return False
+
+    def needed_nbytes(self) -> int:
+        return 0
+
+    def free_up(self, nbytes: int, free: Any) -> int:
+        return 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def our_loader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """``torchwcache_vllm.loader``, whatever vLLM there is."""
+    modules = {
+        "vllm.config.load": {"LoadConfig": LoadConfig},
+        "vllm.logger": {"init_logger": logging.getLogger},
+        "vllm.model_executor.model_loader.base_loader": {"BaseModelLoader": Loads},
+        "vllm.model_executor.model_loader.default_loader": {"DefaultModelLoader": Loads},
+    }
+    for name, attributes in modules.items():
+        for parent in (name.rsplit(".", i)[0] for i in range(1, name.count(".") + 1)):
+            monkeypatch.setitem(sys.modules, parent, sys.modules.get(parent) or ModuleType(parent))
+        module = ModuleType(name)
+        module.__dict__.update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "torchwcache_vllm.loader", raising=False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (60 * GIB, 80 * GIB))
+    yield importlib.import_module("torchwcache_vllm.loader")
+    sys.modules.pop("torchwcache_vllm.loader", None)
+
+
+def test_an_engine_that_never_came_to_load_is_given_up(our_loader: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own check for memory may end a start of this process, which then starts another: it would wait for the first."""
+    monkeypatch.setattr(our_loader, "OwnMemory", lambda device: None)
+    starts: list[Started] = []
+
+    def begin(loader: Any, vllm_config: Any, model_config: Any, prefix: str) -> Started:
+        if (id(model_config), prefix) not in our_loader._starts:
+            starts.append(Started())
+            our_loader._starts[id(model_config), prefix] = starts[-1]
+        return our_loader._starts[id(model_config), prefix]  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(our_loader.TorchwcacheModelLoader, "_start", begin)
+    cache = SimpleNamespace(gpu_memory_utilization=0.5)
+    for model in (object(), other := object(), other):
+        config = SimpleNamespace(model_config=model, cache_config=cache)
+        assert our_loader.TorchwcacheModelLoader(LoadConfig()).get_external_weight_memory(config) == 0
+    assert [start.decided for start in starts] == [1, 1, 1]
+    assert [start.closed for start in starts] == [1, 1, 0]
+    assert list(our_loader._starts.values()) == starts[2:]
 
 
 class DeviceConfig:
