@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pkgutil
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,9 @@ BALANCE_CHECK = "sglang.srt.distributed.bootstrap._check_tp_memory_balance"
 
 _REFUSED = "_torchwcache_refused"
 """Set on a loader of SGLang's that is used although the cache was asked for: the reason was said."""
+
+_target: weakref.ref[Any] | None = None
+"""The runner of the engine's model, to which its draft belongs."""
 
 
 def register_hooks() -> None:
@@ -161,9 +165,16 @@ def _self_check(runner: Any) -> None:
 
 
 def _account(runner: Any) -> None:
-    """Releases before 0.5.19 do not ask the loader what to add to the baseline, and later ones add nothing that is negative."""
+    """Releases before 0.5.19 do not ask the loader what to add to the baseline, and later ones add nothing that is negative.
+
+    The KV cache of a target and its draft is sized by the target's baseline alone, when both are loaded.
+    """
+    global _target
+    if not getattr(runner, "is_draft_worker", False):
+        _target = weakref.ref(runner)
     nbytes = getattr(getattr(runner, "loader", None), "baseline_nbytes", 0)
     if hasattr(type(runner), "account_preloaded_weights"):
         nbytes = min(0, nbytes)
-    if nbytes and hasattr(runner, "pre_model_load_memory"):
-        runner.pre_model_load_memory += nbytes / (1 << 30)
+    target: Any = None if _target is None else _target()
+    if nbytes and hasattr(target, "pre_model_load_memory"):
+        target.pre_model_load_memory += nbytes / (1 << 30)

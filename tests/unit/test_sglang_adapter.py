@@ -386,6 +386,18 @@ def test_what_lay_in_memory_before_is_accounted_for_where_sglang_does_not_ask() 
     assert asking.pre_model_load_memory == 9.0
 
 
+@pytest.mark.parametrize(("asks", "nbytes", "after"), [(False, 2, 12.0), (False, -1, 9.0), (True, 2, 10.0), (True, -1, 9.0)])
+def test_a_draft_is_accounted_for_where_the_kv_cache_is_sized(asks: bool, nbytes: int, after: float) -> None:
+    """That is by its target's baseline; nobody looks at a draft's."""
+    members = {"account_preloaded_weights": lambda runner, nbytes: None} if asks else {}
+    kind = type("DraftedRunner", (Runner,), members)
+    target, draft = kind(types.SimpleNamespace(baseline_nbytes=0)), kind(types.SimpleNamespace(baseline_nbytes=nbytes << 30))
+    draft.is_draft_worker = True  # type: ignore[attr-defined]
+    for runner in (target, draft):
+        hooks.around_load_model(Runner.load_model, runner)
+    assert target.pre_model_load_memory == after
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     free=st.integers(1 << 36, 1 << 37), taken=st.integers(1, 1 << 36), more=st.integers(-(1 << 26), 1 << 26),
