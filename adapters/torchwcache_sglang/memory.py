@@ -13,6 +13,7 @@ import torch
 from torchwcache.attachment import Attachment
 from torchwcache.engine_memory import growth_of
 from torchwcache.engine_ranks import RankGroup
+from torchwcache_sglang.context import option
 
 __all__ = ["agreed_nbytes", "baseline_nbytes", "free_nbytes", "static_fraction"]
 
@@ -65,12 +66,6 @@ def agreed_nbytes(group: RankGroup, free: int, added: int) -> int:
 
 
 def static_fraction() -> float | None:
-    """``mem_fraction_static`` as SGLang resolved it."""
-    from sglang.srt import runtime_context
-
-    for name in ("get_schedule", "get_server_args"):
-        found = getattr(runtime_context, name, lambda: None)()
-        value = getattr(found, "mem_fraction_static", None)
-        if isinstance(value, float):
-            return value
-    return None
+    """``mem_fraction_static`` as SGLang resolved it; ``None`` where no server was started, but somebody uses SGLang's loaders."""
+    value = option("mem_fraction_static")
+    return value if isinstance(value, float) else None

@@ -576,6 +576,28 @@ def test_what_nobody_uses_makes_room_for_a_model_that_is_not_cached(load_on_gpu:
     assert len(asked) == len(group.said) == 1
 
 
+def test_no_fraction_is_known_where_no_server_was_started(sglang_loader: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is refused goes to SGLang's own loader there, too."""
+
+    class Arguments:
+        __dataclass_fields__ = ("mem_fraction_static",)
+        mem_fraction_static = 0.7
+
+    runtime = sys.modules["sglang.srt.runtime_context"]
+    monkeypatch.setattr(runtime, "get_server_args", Arguments)
+    assert memory.static_fraction() == 0.7
+
+    def unpublished() -> Any:
+        raise ValueError("not published")
+
+    for name in ("get_server_args", "get_schedule"):
+        monkeypatch.setattr(runtime, name, unpublished, raising=False)
+    assert memory.static_fraction() is None
+    monkeypatch.setattr(refusals, "refusal", lambda inner, model_config: "it is not known how")
+    monkeypatch.setenv("TORCHWCACHE_MODE", "client")
+    assert type(hooks.around_get_model_loader(make_default, LoadConfig(), object())) is DefaultModelLoader
+
+
 def unbalanced(*, pre_model_load_memory: float, local_gpu_memory: float) -> None:
     """As SGLang's own."""
     if pre_model_load_memory < local_gpu_memory * 0.9:
