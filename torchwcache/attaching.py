@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -32,9 +33,10 @@ from torchwcache.identity.fingerprint import Fingerprint, diff, fingerprint_of, 
 from torchwcache.manifest import Manifest, decode_manifest, validate
 from torchwcache.memory.base import MappedSegment, Memory
 from torchwcache.memory.select import memory_for
+from torchwcache.module.detach import detach
 from torchwcache.module.normal_tensors import normal_tensors
 from torchwcache.module.one_at_a_time import one_at_a_time
-from torchwcache.module.rebind import rebind
+from torchwcache.module.rebind import RebindReport, rebind
 from torchwcache.producing import Production
 from torchwcache.production import UNUSABLE, Heartbeat, attach_from_disk, make_room, module_nbytes, needed_nbytes
 from torchwcache.quantization.registry import check_config
@@ -97,6 +99,7 @@ class Attaching:
         self.report = AttachReport()
         self.device_id: str
         self.built: nn.Module
+        self.built_nbytes = 0
         self.construction: str
         self.description: Description
         self.identity: CheckpointIdentity
@@ -121,6 +124,7 @@ class Attaching:
                     pass
             else:
                 self.built, self.construction = self.adapter.build(self.cfg)
+            self.built_nbytes = module_nbytes(self.built)  # now: what an attach makes of it may be taken away again
         with self.report.phase("fingerprint"), one_at_a_time():
             self.description = self.adapter.describe(self.cfg, self.built)
             self.method = check_config(self.description.quantization_config, self.cfg.quantization)
@@ -250,9 +254,9 @@ class Attaching:
 
     def weights_nbytes(self) -> int:
         """Bytes of the weights of what is built here: of one rank's shard, where the checkpoint's files are those of all ranks."""
-        if not hasattr(self, "built"):
-            return 0  # nor could it be
-        return module_nbytes(self.built) or self.identity.nbytes
+        if self.built_nbytes or not hasattr(self, "identity"):
+            return self.built_nbytes  # 0 where it could not be built, either
+        return self.identity.nbytes
 
     # ---- hit -----------------------------------------------------------------------------------------------------------------
 
@@ -261,24 +265,32 @@ class Attaching:
         self.report.fingerprint = reply.key
         self.report.source = "waited" if reply.waited else "cache"
         try:
-            manifest, segments = self.map(reply, fds)
-            with self.report.phase("rebind"):
-                done = rebind(self.built, manifest, segments, device=self.memory.device, requires_grad=self.options.requires_grad)
-                for segment in segments:
-                    segment.settle()
-                if done.copied_nbytes:
-                    self.memory.finish_copies()
-                self.adapter.prepare(self.cfg, self.built)
-        except (RebindError, ManifestError, SegmentError, EncodingError) as error:
+            manifest, segments, done = self.bind(reply, fds)
+            if provisional:
+                self.identity.check_unchanged()  # the producer hashed the files as they were when this process looked at them
+        except WeightCacheError as error:
+            self.give_back(error)
+            if not isinstance(error, (RebindError, ManifestError, SegmentError, EncodingError)):
+                raise
             return self.unfit(error)
-        if provisional:
-            self.identity.check_unchanged()  # the producer hashed the files as they were when this process looked at them
         self.report.mapped_nbytes, self.report.copied_nbytes = done.mapped_nbytes, done.copied_nbytes
         self.report.tensors = done.tensors
         logger.info("attached %s: %s", self.description.label, self.report)
         return Attachment(
             self.built, self.report, connection=self.connection, manifest=manifest, segments=segments, plain=done.plain
         )
+
+    def bind(self, reply: Hit, fds: list[int]) -> tuple[Manifest, Sequence[MappedSegment], RebindReport]:
+        """Map, and put what is mapped into the module that was built here; closes the descriptors."""
+        manifest, segments = self.map(reply, fds)
+        with self.report.phase("rebind"):
+            done = rebind(self.built, manifest, segments, device=self.memory.device, requires_grad=self.options.requires_grad)
+            for segment in segments:
+                segment.settle()
+            if done.copied_nbytes:
+                self.memory.finish_copies()
+            self.adapter.prepare(self.cfg, self.built)
+        return manifest, segments, done
 
     def map(self, reply: Hit, fds: list[int]) -> tuple[Manifest, Sequence[MappedSegment]]:
         """Decode, check and map; closes the descriptors."""
@@ -303,6 +315,11 @@ class Attaching:
                 for fd in fds:
                     os.close(fd)
         return manifest, segments
+
+    def give_back(self, error: WeightCacheError) -> None:
+        """Unmap what was mapped before something went wrong: there may not be room beside it for what is loaded instead."""
+        traceback.clear_frames(error.__traceback__)  # as long as the error is known, so would be what they hold
+        detach(self.built)
 
     def unfit(self, error: WeightCacheError) -> Attachment:
         """The entry and the module built here do not fit: never serve a mixture."""

@@ -186,7 +186,6 @@ class RankStart:
         self.error: BaseException | None = None
         self.evicted_nbytes = 0
         """Bytes on this rank's device that nobody used, and that were evicted for this start."""
-        self._given_back_nbytes = 0
         self.shared = False
         """Whether weights of any rank are shared, once :meth:`finish` has returned: what ranks do together, all refuse together."""
         self._decided = False
@@ -306,7 +305,6 @@ class RankStart:
     def _let_go(self, why: str) -> None:
         """Give back lease and ticket: this rank loads as if there were no cache."""
         if self.attachment is not None:
-            self._given_back_nbytes = self.attachment.memory_nbytes  # the module that was built is of no use any more
             self.attachment.close()
             self.attachment = None
         if self.answer is not None:
@@ -360,7 +358,7 @@ class RankStart:
             self._step(self._make_room)
             self._agreed("room in memory")
         if self.answer is None:
-            self.free_up(self._weights_nbytes())
+            self.free_up(attaching.weights_nbytes())
         with SegmentWriter(attaching.memory) as writer:
             if self.answer is None:  # without the cache, in all ranks
                 result = self._load_by_engine()
@@ -404,10 +402,7 @@ class RankStart:
 
     def needed_nbytes(self) -> int:
         """Bytes of this rank's device that a load and a publish take."""
-        return needed_nbytes(self.attaching.memory, self._weights_nbytes())
-
-    def _weights_nbytes(self) -> int:
-        return self._given_back_nbytes or self.attaching.weights_nbytes()
+        return needed_nbytes(self.attaching.memory, self.attaching.weights_nbytes())
 
     def free_up(self, nbytes: int, free: Callable[[], int] | None = None) -> int:
         """Evict what nobody uses on this rank's device until ``nbytes`` are free, if that can be had so. Never raises for it.

@@ -67,7 +67,7 @@ def wanted_nbytes(device: str, fraction: float, *, mapped: int = 0, needed: int 
     Args:
         device: As torch names it.
         fraction: Of all the device's memory, what the engine is to use, weights included.
-        mapped: Bytes of weights that are mapped already, and that the engine does not need again.
+        mapped: Bytes of weights that are there already, and that the engine does not need again.
         needed: Bytes that a load and a publish take: of what was evicted in the middle of them the engine would not know.
     """
     return max(math.ceil(torch.cuda.mem_get_info(device)[1] * fraction) - mapped, needed)

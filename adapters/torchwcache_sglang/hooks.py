@@ -5,22 +5,37 @@ from __future__ import annotations
 import copy
 import logging
 import pkgutil
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from torchwcache_sglang import guards, seams
+from torchwcache_sglang.context import option
 from torchwcache_sglang.settings import options_from, split_extra_config
 from torchwcache_sglang.tokenizer_workers import WRITE_ARGUMENTS, around_write
 
-__all__ = ["GET_LOADER", "LOAD_MODEL", "around_get_model_loader", "around_load_model", "register_hooks"]
+__all__ = [
+    "BALANCE_CHECK",
+    "GET_LOADER",
+    "LOAD_MODEL",
+    "around_balance_check",
+    "around_get_model_loader",
+    "around_load_model",
+    "register_hooks",
+]
 
 logger = logging.getLogger("sglang.torchwcache")
 
 GET_LOADER = "sglang.srt.model_loader.loader.get_model_loader"
 LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+BALANCE_CHECK = "sglang.srt.distributed.bootstrap._check_tp_memory_balance"
 
 _REFUSED = "_torchwcache_refused"
 """Set on a loader of SGLang's that is used although the cache was asked for: the reason was said."""
+
+_target: weakref.ref[Any] | None = None
+"""The runner of the engine's model, to which its draft belongs."""
 
 
 def register_hooks() -> None:
@@ -35,7 +50,8 @@ def register_hooks() -> None:
         _resolve(target)
     HookRegistry.register(GET_LOADER, around_get_model_loader, HookType.AROUND)
     HookRegistry.register(LOAD_MODEL, around_load_model, HookType.AROUND)
-    others = {**guards.GUARDS, **guards.CALLER_GUARDS, **guards.UPDATER_GUARDS, WRITE_ARGUMENTS: around_write}
+    others = {**guards.GUARDS, **guards.CALLER_GUARDS, **guards.UPDATER_GUARDS}
+    others |= {WRITE_ARGUMENTS: around_write, BALANCE_CHECK: around_balance_check}
     for target, hook in others.items():
         try:
             _resolve(target)
@@ -70,7 +86,10 @@ def around_get_model_loader(original: Callable[..., Any], load_config: Any, mode
     why = refusal(inner, model_config)
     if why is not None:
         _refuse(why, options)
+        from torchwcache_sglang.unshared import make_room
+
         setattr(inner, _REFUSED, True)
+        make_room(inner, model_config, options)
         return inner
     return CacheLoader(inner, options)
 
@@ -89,7 +108,41 @@ def around_load_model(original: Callable[..., Any], runner: Any, *args: Any, **k
     result = original(runner, *args, **kwargs)
     _self_check(runner)
     _account(runner)
+    if getattr(getattr(runner, "loader", None), _REFUSED, False):
+        from torchwcache_sglang.unshared import account_room
+
+        account_room(runner)
     return result
+
+
+def around_balance_check(original: Callable[..., Any], *, pre_model_load_memory: float, local_gpu_memory: float) -> Any:
+    """Whether as much is free on the devices of all ranks, in GiB; nothing is loaded yet.
+
+    Weights in the cache may lie on one of them only, or be larger there, and are no other program's: they are mapped, or evicted.
+    """
+    try:
+        return original(pre_model_load_memory=pre_model_load_memory, local_gpu_memory=local_gpu_memory)
+    except RuntimeError as error:
+        options = options_from(split_extra_config(option("model_loader_extra_config"))[0])
+        if options is None or pre_model_load_memory + _cached_gib(options.socket) < local_gpu_memory * 0.9:
+            raise
+        logger.warning("torchwcache: weights in the cache are why; the start goes on. SGLang says: %s", error)
+
+
+def _cached_gib(socket: str) -> float:
+    """What is in the cache on that device of this machine where it is most, in GiB."""
+    from torchwcache.errors import WeightCacheError
+    from torchwcache.wire.client import DaemonConnection
+
+    cached: Counter[str] = Counter()
+    try:
+        with DaemonConnection.connect(socket) as connection:
+            for entry in connection.entries():
+                if entry.memory == "cuda":
+                    cached[entry.device] += entry.nbytes
+    except (WeightCacheError, OSError) as error:
+        logger.debug("what is in the cache is not known: %s", error)
+    return max(cached.values(), default=0) / (1 << 30)
 
 
 def _self_check(runner: Any) -> None:
@@ -112,9 +165,16 @@ def _self_check(runner: Any) -> None:
 
 
 def _account(runner: Any) -> None:
-    """Releases before 0.5.19 do not ask the loader what to add to the baseline, and later ones add nothing that is negative."""
+    """Releases before 0.5.19 do not ask the loader what to add to the baseline, and later ones add nothing that is negative.
+
+    The KV cache of a target and its draft is sized by the target's baseline alone, when both are loaded.
+    """
+    global _target
+    if not getattr(runner, "is_draft_worker", False):
+        _target = weakref.ref(runner)
     nbytes = getattr(getattr(runner, "loader", None), "baseline_nbytes", 0)
     if hasattr(type(runner), "account_preloaded_weights"):
         nbytes = min(0, nbytes)
-    if nbytes and hasattr(runner, "pre_model_load_memory"):
-        runner.pre_model_load_memory += nbytes / (1 << 30)
+    target: Any = None if _target is None else _target()
+    if nbytes and hasattr(target, "pre_model_load_memory"):
+        target.pre_model_load_memory += nbytes / (1 << 30)

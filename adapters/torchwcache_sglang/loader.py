@@ -14,9 +14,9 @@ from torchwcache.engine import EngineOptions, OneRank, ProcessGroupRanks, RankGr
 from torchwcache.engine_memory import OwnMemory, make_free, wanted_nbytes
 from torchwcache_sglang import leases
 from torchwcache_sglang.adapter import SGLangAdapter, model_config_for
-from torchwcache_sglang.memory import baseline_nbytes, static_fraction
+from torchwcache_sglang.memory import agreed_nbytes, baseline_nbytes, free_nbytes, static_fraction
 
-__all__ = ["CacheLoader"]
+__all__ = ["CacheLoader", "ranks_of"]
 
 logger = logging.getLogger("sglang.torchwcache")
 
@@ -49,18 +49,22 @@ class CacheLoader(BaseModelLoader):  # type: ignore[misc]
         """In every rank: all attach, or all load."""
         device = _device_name(device_config)
         cfg = model_config_for(model_config, device, options=self.options)
-        group = _ranks(cfg.role.value == "draft", self.options.timeout_s + _SLOWEST_RANK_S)
+        group = ranks_of(self.options.timeout_s, draft=cfg.role.value == "draft")
         adapter = SGLangAdapter(self.inner, model_config, device_config)
         own = OwnMemory(cfg.device)
+        free = free_nbytes(cfg.device)
         start = RankStart(cfg, adapter, self.options, group, say=logger.info)
         start.decide()
         fraction = static_fraction()
         if fraction is not None and torch.device(cfg.device).type == "cuda":
             mapped, needed = (start.attachment.memory_nbytes, 0) if start.attachment is not None else (0, start.needed_nbytes())
+            # Of the engine's share of the device a draft's target has its part already, and so have the copies of this attachment.
+            mapped += leases.mapped_nbytes() + torch.cuda.memory_reserved(cfg.device)
             make_free(start.free_up, cfg.device, wanted_nbytes(cfg.device, fraction, mapped=mapped, needed=needed))
         attachment = self.attachment = start.finish()
-        leases.remember(shared=start.shared)
-        self.baseline_nbytes = baseline_nbytes(attachment, own.nbytes("reserved"), fraction, start.evicted_nbytes)
+        leases.remember(shared=start.shared, nbytes=attachment.memory_nbytes)
+        added = baseline_nbytes(attachment, own.nbytes("reserved"), fraction, start.evicted_nbytes)
+        self.baseline_nbytes = agreed_nbytes(group, free, added)
         self.preloaded_weights_bytes = max(0, self.baseline_nbytes)
         return attachment.model
 
@@ -70,10 +74,15 @@ def _device_name(device_config: Any) -> str:
     return kind if kind == "cpu" or index is None or index < 0 else f"{kind}:{index}"
 
 
-def _ranks(draft: bool, timeout_s: float) -> RankGroup:
-    """The ranks that load this model together: all of them; for a draft, which only one pipeline stage has, those of its stage."""
+def ranks_of(timeout_s: float, *, draft: bool) -> RankGroup:
+    """The ranks that load this model together: all of them; for a draft, which only one pipeline stage has, those of its stage.
+
+    Args:
+        timeout_s: How long a rank may wait for another engine that produces its shard, in seconds.
+        draft: Whether it is a draft.
+    """
     from sglang.srt.distributed import parallel_state
 
     get = parallel_state.get_tp_group if draft else parallel_state.get_world_group
     group = get().cpu_group
-    return OneRank() if group.size() == 1 else ProcessGroupRanks(group, timeout_s=timeout_s)
+    return OneRank() if group.size() == 1 else ProcessGroupRanks(group, timeout_s=timeout_s + _SLOWEST_RANK_S)

@@ -8,10 +8,14 @@ baseline, gives the KV cache of a start from disk.
 
 from __future__ import annotations
 
+import torch
+
 from torchwcache.attachment import Attachment
 from torchwcache.engine_memory import growth_of
+from torchwcache.engine_ranks import RankGroup
+from torchwcache_sglang.context import option
 
-__all__ = ["baseline_nbytes", "static_fraction"]
+__all__ = ["agreed_nbytes", "baseline_nbytes", "free_nbytes", "static_fraction"]
 
 
 def baseline_nbytes(attachment: Attachment, own: int, fraction: float | None, evicted: int = 0) -> int:
@@ -39,13 +43,29 @@ def baseline_nbytes(attachment: Attachment, own: int, fraction: float | None, ev
     return round((taken - own - segments) / (1 - fraction)) + before + evicted
 
 
-def static_fraction() -> float | None:
-    """``mem_fraction_static`` as SGLang resolved it."""
-    from sglang.srt import runtime_context
+def free_nbytes(device: str) -> int:
+    """What is free on a CUDA device now, in bytes; 0 for other devices."""
+    return int(torch.cuda.mem_get_info(device)[0]) if torch.device(device).type == "cuda" else 0
 
-    for name in ("get_schedule", "get_server_args"):
-        found = getattr(runtime_context, name, lambda: None)()
-        value = getattr(found, "mem_fraction_static", None)
-        if isinstance(value, float):
-            return value
-    return None
+
+def agreed_nbytes(group: RankGroup, free: int, added: int) -> int:
+    """What every rank adds to the baseline, in bytes. All ranks must ask, and all get the same.
+
+    SGLang's baseline is the least of what was free on the devices of all ranks, so that each of them computes the same number of
+    tokens; nothing compares those afterwards. What a rank found in memory, and what was evicted for it, is each rank's own. So the
+    new baseline is the least, too: of what would have been free.
+
+    Args:
+        group: The ranks that load one model together.
+        free: What was free on this rank's device before the load, in bytes.
+        added: What this rank would add were it alone, in bytes; see :func:`baseline_nbytes`.
+    """
+    words = group.exchange(f"{free} {added}", "the memory that was free")
+    ranks = [tuple(map(int, word.split())) for word in words]
+    return min(free + added for free, added in ranks) - min(free for free, _ in ranks)
+
+
+def static_fraction() -> float | None:
+    """``mem_fraction_static`` as SGLang resolved it; ``None`` where no server was started, but somebody uses SGLang's loaders."""
+    value = option("mem_fraction_static")
+    return value if isinstance(value, float) else None

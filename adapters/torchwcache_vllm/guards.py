@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchwcache.errors import RefusedError
@@ -21,6 +22,7 @@ __all__ = [
     "refused",
     "shared_models",
     "shares_weights",
+    "unknown_device",
     "wrap",
 ]
 
@@ -63,6 +65,8 @@ def refusal_of(vllm_config: Any, load_config: Any) -> str:
             )
     if load_config.device is not None and str(load_config.device) != str(vllm_config.device_config.device):
         return "the load config puts weights on another device than the engine's"
+    if elsewhere := unknown_device(vllm_config):
+        return elsewhere
     if getattr(vllm_config, "engram_config", None) is not None:
         return "n-gram embedding tables (--engram-config) lie in host memory, or are shared with other ranks"
     if offload is not None and (_value(offload, "uva", "cpu_offload_gb") or _value(offload, "prefetch", "offload_group_size")):
@@ -70,6 +74,15 @@ def refusal_of(vllm_config: Any, load_config: Any) -> str:
     if getattr(vllm_config.cache_config, "cpu_offload_gb", 0):
         return "--cpu-offload-gb moves weights to host memory"
     return ""
+
+
+def unknown_device(vllm_config: Any) -> str:
+    """Why nothing can be shared on the engine's device; empty when it can."""
+    device = str(vllm_config.device_config.device)
+    kind = "an AMD GPU" if torch.version.hip is not None and device.startswith("cuda") else device.partition(":")[0]
+    if kind in ("cpu", "cuda"):
+        return ""
+    return f"memory that outlives its process is known on the CPU and on NVIDIA GPUs, not on {kind}"
 
 
 def _value(offload: Any, part: str, name: str) -> Any:

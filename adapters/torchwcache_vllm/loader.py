@@ -22,8 +22,14 @@ from torchwcache.errors import RefusedError
 from torchwcache.memory.select import memory_for
 from torchwcache.production import free_up
 from torchwcache_vllm.adapter import Stage, VLLMAdapter
-from torchwcache_vllm.guards import LOAD_FORMAT, guard, refusal_of, refuse_write
-from torchwcache_vllm.memory import charge_later, counted_by_vllm, external_nbytes, not_counted_nbytes
+from torchwcache_vllm.guards import LOAD_FORMAT, guard, refusal_of, refuse_write, unknown_device
+from torchwcache_vllm.memory import (
+    charge_later,
+    counted_before_the_load,
+    counted_by_vllm,
+    external_nbytes,
+    not_counted_nbytes,
+)
 from torchwcache_vllm.ranks import parallelism, ranks_of, shared_anywhere
 from torchwcache_vllm.versions import OLDEST, parse, seam_problems, version_note
 
@@ -79,12 +85,13 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
 
         vLLM calls this since 0.32, on GPUs; before, see ``torchwcache_vllm.memory``.
         """
+        _give_up_starts()
         start = self._start(vllm_config, vllm_config.model_config, "")
         external = 0 if start is None else self._decide(start)
         evict: Callable[[int, Callable[[], int]], int]
         if start is not None:
             evict, device, needed = start.free_up, start.cfg.device, 0 if external else start.needed_nbytes()
-        elif self.options.mode is not Mode.OFF:
+        elif self.options.mode is not Mode.OFF and not unknown_device(vllm_config):
             memory = memory_for("cuda")
             evict, device, needed = functools.partial(free_up, self.options.socket, memory), str(memory.device), 0
         else:
@@ -102,7 +109,7 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
             start.adapter.put_off = False  # type: ignore[attr-defined]
             return 0
         assert start.attachment is not None
-        return external_nbytes(start.attachment, own.nbytes(counted_by_vllm()))
+        return external_nbytes(start.attachment, counted_before_the_load(own))
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
         """Attach or load; all ranks do the same."""
@@ -114,12 +121,14 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
         _starts.pop((id(model_config), prefix), None)
         charged_before = start.cfg.device == "cpu" or start.adapter.put_off  # type: ignore[attr-defined]
         own = None if charged_before else OwnMemory(start.cfg.device)
+        evicted = start.evicted_nbytes  # before vLLM counted
         attachment = start.finish()
         # Memory has been charged for a hit by now: what fails here stops the start, instead of loading beside what is mapped.
         start.adapter.process(start.cfg, attachment.model)  # type: ignore[attr-defined]
         guard(attachment.model, shared=shared_anywhere(start.shared, self.options.timeout_s))
         if own is not None:
-            charge_later(not_counted_nbytes(attachment, own.nbytes(counted_by_vllm())), vllm_config)
+            not_counted = not_counted_nbytes(attachment, own.nbytes(counted_by_vllm()))
+            charge_later(not_counted, vllm_config, evicted=start.evicted_nbytes - evicted)
         return attachment.model.eval()
 
     def _start(self, vllm_config: Any, model_config: Any, prefix: str) -> RankStart | None:
@@ -152,6 +161,15 @@ class TorchwcacheModelLoader(BaseModelLoader):  # type: ignore[misc]
         start = RankStart(cfg, adapter, self.options, group, say=logger.info)
         _starts[id(model_config), prefix] = start
         return start
+
+
+def _give_up_starts() -> None:
+    """Give back what was decided for engines of this process that never came to load: one whose start vLLM ended in between.
+
+    A leave to produce would be kept alive for good, and this process's next engine would wait for it.
+    """
+    while _starts:
+        _starts.popitem()[1].close()
 
 
 @functools.cache

@@ -16,11 +16,12 @@ import weakref
 from typing import Any
 
 from torchwcache.attachment import Attachment
-from torchwcache.engine_memory import Count, growth_of
+from torchwcache.engine_memory import Count, OwnMemory, growth_of
 
 __all__ = [
     "charge_later",
     "correct_start_check",
+    "counted_before_the_load",
     "counted_by_vllm",
     "external_nbytes",
     "not_counted_nbytes",
@@ -36,6 +37,7 @@ class _Later:
     """What is to be charged to one engine's worker; a process may hold several, one after the other."""
 
     nbytes: int = 0
+    evicted: int = 0
     taken: bool = False
 
 
@@ -134,6 +136,20 @@ def counted_by_vllm() -> Count:
     return "reserved" if hasattr(MemoryProfilingResult, "total_consumed") else "allocated"
 
 
+def counted_before_the_load(own: OwnMemory) -> int:
+    """Of what this process has taken before vLLM's own load begins, what vLLM counts nevertheless, in bytes.
+
+    Args:
+        own: Since before hit or miss was decided: the copies of an attachment.
+    """
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    # Since 0.32 its first look at the device comes after that. Up to 0.26 it looked at what tensors take while it loads. Between,
+    # it looked at the device, and before that.
+    looks_before = not hasattr(BaseModelLoader, "get_external_weight_memory")
+    return own.nbytes("reserved") if looks_before and counted_by_vllm() == "reserved" else 0
+
+
 def _external_nbytes(vllm_config: Any) -> tuple[int, int]:
     """Bytes of weights that are mapped, and by how many bytes more are free, since others were evicted."""
     from torchwcache_vllm.loader import LOAD_FORMAT, TorchwcacheModelLoader
@@ -144,12 +160,14 @@ def _external_nbytes(vllm_config: Any) -> tuple[int, int]:
     return loader.get_external_weight_memory(vllm_config), loader.evicted_nbytes
 
 
-def charge_later(nbytes: int, vllm_config: Any) -> None:
+def charge_later(nbytes: int, vllm_config: Any, *, evicted: int = 0) -> None:
     """Take what vLLM has not counted off what it finds free for the KV cache, or add what it counted too much, in bytes.
 
     Args:
         nbytes: Of one model; those of one engine add up.
         vllm_config: As the loader got it: the engine's, or a draft's.
+        evicted: Bytes that others had used, and that were evicted while this model was loaded: without them vLLM would take the
+            engine for so much smaller, or would end the start when more is free than it saw at first.
     """
     worker: Any = getattr(sys.modules.get("vllm.v1.worker.gpu_worker"), "Worker", None)
     if worker is None:
@@ -160,14 +178,18 @@ def charge_later(nbytes: int, vllm_config: Any) -> None:
     if id(engine) not in _later or _later[id(engine)].taken:
         _later[id(engine)] = _Later()  # an engine loads, and then looks how much is left: the next load is another engine's
     _later[id(engine)].nbytes += nbytes
+    _later[id(engine)].evicted += evicted
     original = worker.determine_available_memory
     if getattr(original, _MARK, False):
         return
 
     @functools.wraps(original)
     def determine_available_memory(self: Any) -> int:
-        found = int(original(self))
         later = _later.get(id(self.vllm_config.device_config))
+        if later is not None and later.evicted:
+            note_evicted(self.init_snapshot, later.evicted)
+            later.evicted = 0
+        found = int(original(self))
         if later is None or later.taken:
             return found
         later.taken = True

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from torchwcache.attaching import Attaching, AttachOptions
 from torchwcache.attachment import Attachment
 from torchwcache.cache import DaemonCache
 from torchwcache.config import Mode, ModelConfig, Parallelism, Policy
@@ -220,6 +221,39 @@ def test_a_rank_that_cannot_rebind_takes_all_back_to_the_disk(engine):
     assert all("rank 1 cannot use the cache" in "".join(item.report.warnings) for item in (results[0], results[2]))
     assert all(torch.equal(item.model(torch.ones(16)), results[0].model(torch.ones(16))) for item in results)
     close(results)
+
+
+def mappings() -> int:
+    return sum("memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_what_was_mapped_in_vain_is_given_back_before_anything_is_loaded(engine):
+    """There may not be room for both."""
+    close(engine().start())
+    before = mappings()
+    broken = engine()
+    cannot_rebind(broken.adapters[1])
+    seen: list[int] = []
+    for adapter in broken.adapters:
+        adapter.on_load = lambda module: seen.append(mappings())
+    results = broken.start()
+    assert sources(results) == [("disk", False)] * RANKS
+    assert seen == [before] * RANKS
+    close(results)
+
+
+def test_also_where_one_process_attaches_by_itself(engine, checkpoint, daemon):
+    cfg = ModelConfig(checkpoint, build=Net, adapter="nn")
+    options = AttachOptions(socket=daemon.socket, start=False, policies=engine().options.policies)
+    attached = Attaching(cfg, options, CountingAdapter(0)).run()
+    before = mappings()
+    adapter = CountingAdapter(0)
+    cannot_rebind(adapter)
+    seen: list[int] = []
+    adapter.on_load = lambda module: seen.append(mappings())
+    again = Attaching(cfg, options, adapter).run()
+    assert (again.report.source, seen) == ("disk", [before])
+    close([attached, again])
 
 
 def test_by_policy_it_stops_all_ranks(engine):

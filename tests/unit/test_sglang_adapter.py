@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import json
 import logging
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -384,6 +386,18 @@ def test_what_lay_in_memory_before_is_accounted_for_where_sglang_does_not_ask() 
     assert asking.pre_model_load_memory == 9.0
 
 
+@pytest.mark.parametrize(("asks", "nbytes", "after"), [(False, 2, 12.0), (False, -1, 9.0), (True, 2, 10.0), (True, -1, 9.0)])
+def test_a_draft_is_accounted_for_where_the_kv_cache_is_sized(asks: bool, nbytes: int, after: float) -> None:
+    """That is by its target's baseline; nobody looks at a draft's."""
+    members = {"account_preloaded_weights": lambda runner, nbytes: None} if asks else {}
+    kind = type("DraftedRunner", (Runner,), members)
+    target, draft = kind(types.SimpleNamespace(baseline_nbytes=0)), kind(types.SimpleNamespace(baseline_nbytes=nbytes << 30))
+    draft.is_draft_worker = True  # type: ignore[attr-defined]
+    for runner in (target, draft):
+        hooks.around_load_model(Runner.load_model, runner)
+    assert target.pre_model_load_memory == after
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     free=st.integers(1 << 36, 1 << 37), taken=st.integers(1, 1 << 36), more=st.integers(-(1 << 26), 1 << 26),
@@ -415,6 +429,216 @@ def test_what_nobody_measured_is_taken_to_be_what_is_mapped() -> None:
     attachment.model.__dict__["_torchwcache_load_nbytes"] = {"allocated": 0, "reserved": 100}
     assert memory.baseline_nbytes(attachment, 1, 0.5) == 0
     assert memory.baseline_nbytes(attachment, 1, 0.5, 7) == 7
+
+
+class Group:
+    """Ranks, of which this is one: what the others say is known."""
+
+    rank = 0
+
+    def __init__(self, *others: str) -> None:
+        self.others, self.size = others, 1 + len(others)
+        self.said: list[str] = []
+
+    def exchange(self, word: str, what: str) -> tuple[str, ...]:
+        self.said.append(word)
+        return (word, *self.others)
+
+
+def test_all_ranks_have_the_same_baseline() -> None:
+    """The least of what would have been free: each computes its tokens by it, and nobody compares those."""
+    for ranks in (
+        [(60, 40), (100, 0)],  # one rank's weights were there already, the other's were not
+        [(60, 20), (80, 0)],  # something was evicted for the first; as much as the second has free
+        [(80, 20), (60, 0)],  # and here the second has less: what others use there
+        [(80, 40), (70, 50)],  # pipeline stages, of which one is larger
+        [(80, -1), (80, -3)],
+    ):
+        words = [f"{free} {added}" for free, added in ranks]
+        asked = [memory.agreed_nbytes(Group(*words[:i], *words[i + 1 :]), *ranks[i]) for i in range(len(ranks))]
+        assert len(set(asked)) == 1
+        baseline = min(free for free, _ in ranks)  # SGLang's own
+        assert baseline + asked[0] == min(free + added for free, added in ranks)
+    assert memory.agreed_nbytes(Group(), 100, 7) == 7
+
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def load_on_gpu(sglang_loader: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A load by our loader on a GPU of 100 GiB, of which 60 are free and 8 the engine's own, for a server that is to use 0.8 of it.
+
+    Gives a function that loads, which returns the loader and how much was to be free.
+    """
+    import torchwcache_sglang.loader as ours
+    from torchwcache.config import Role
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (60 * GIB, 100 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 8 * GIB)
+    monkeypatch.setattr(ours, "static_fraction", lambda: 0.8)
+    monkeypatch.setattr(ours, "OwnMemory", lambda device: types.SimpleNamespace(nbytes=lambda count: 0))
+    monkeypatch.setattr(ours, "SGLangAdapter", lambda *parts: None)
+    monkeypatch.setattr(leases, "_shared", False)
+    monkeypatch.setattr(leases, "_mapped_nbytes", 0, raising=False)
+
+    def load(*, nbytes: int, hit: bool, draft: bool = False, group: Any = None, evicted: int = 0) -> tuple[Any, int]:
+        wanted: list[int] = []
+        report = types.SimpleNamespace(source="cache" if hit else "disk", mapped_nbytes=nbytes, copied_nbytes=0)
+        module = nn.Linear(1, 1)
+        attachment = types.SimpleNamespace(memory_nbytes=nbytes, report=report, model=module)
+
+        class Start:
+            shared, evicted_nbytes = True, evicted
+
+            def __init__(self, *_: Any, **__: Any) -> None:
+                self.attachment = attachment if hit else None
+
+            def decide(self) -> bool:
+                return hit
+
+            def needed_nbytes(self) -> int:
+                return nbytes + GIB
+
+            def free_up(self, nbytes: int, free: Any) -> int:
+                wanted.append(nbytes)
+                return 0
+
+            def finish(self) -> Any:
+                return attachment
+
+        cfg = types.SimpleNamespace(device="cuda:0", role=Role.DRAFT if draft else Role.TARGET)
+        monkeypatch.setattr(ours, "RankStart", Start)
+        monkeypatch.setattr(ours, "model_config_for", lambda *_, **__: cfg)
+        monkeypatch.setattr(ours, "ranks_of", lambda *_, **__: group or Group())
+        loader = ours.CacheLoader(make_default(LoadConfig()), options_from({"mode": "client"}, {}))
+        device = types.SimpleNamespace(device_type="cuda", gpu_id=0)
+        assert loader.load_model(model_config=None, device_config=device) is module
+        return loader, wanted[0]
+
+    return load
+
+
+def test_ranks_agree_on_the_baseline_when_the_model_is_there(load_on_gpu: Any) -> None:
+    others_miss = Group(f"{100 * GIB} 0")
+    loader, _ = load_on_gpu(nbytes=40 * GIB, hit=True, group=others_miss)
+    assert others_miss.said == [f"{60 * GIB} {40 * GIB}"]
+    assert loader.baseline_nbytes == loader.preloaded_weights_bytes == 40 * GIB
+    loader, _ = load_on_gpu(nbytes=40 * GIB, hit=False, evicted=30 * GIB, group=Group(f"{80 * GIB} 0"))
+    assert loader.baseline_nbytes == loader.preloaded_weights_bytes == 20 * GIB
+
+
+def test_what_the_engine_has_already_is_not_evicted_for_once_more(load_on_gpu: Any) -> None:
+    """A draft comes after its target: others' weights had to go for the target's share, all over again."""
+    assert load_on_gpu(nbytes=20 * GIB, hit=True)[1] == (80 - 20 - 8) * GIB
+    assert load_on_gpu(nbytes=2 * GIB, hit=True, draft=True)[1] == (80 - 20 - 2 - 8) * GIB
+    assert load_on_gpu(nbytes=3 * GIB, hit=False, draft=True)[1] == (80 - 20 - 2 - 8) * GIB
+    assert load_on_gpu(nbytes=70 * GIB, hit=False, draft=True)[1] == 71 * GIB  # what a load needs, it needs
+
+
+def test_what_nobody_uses_makes_room_for_a_model_that_is_not_cached(load_on_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a start that asks for the cache would end where one that does not would have had the memory."""
+    import torchwcache_sglang.loader as ours
+    from torchwcache_sglang import unshared
+
+    state = {"free": 60 * GIB}
+    asked: list[int] = []
+
+    def free_up(socket: str, memory: Any, nbytes: int, free: Any) -> int:
+        asked.append(nbytes)
+        state["free"] += 30 * GIB
+        return 30 * GIB
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (state["free"], 100 * GIB))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(unshared, "memory_for", lambda device: types.SimpleNamespace(device="cuda:0"))
+    monkeypatch.setattr(unshared, "free_up", free_up)
+    monkeypatch.setattr(unshared, "static_fraction", lambda: 0.8)
+    group = Group(f"{80 * GIB} 0")  # another rank, with less after that
+    monkeypatch.setattr(ours, "ranks_of", lambda timeout_s, *, draft: group)
+    monkeypatch.setattr(refusals, "refusal", lambda inner, model_config: "it is not known how")
+    monkeypatch.setenv("TORCHWCACHE_MODE", "client")
+
+    def start(model_config: Any) -> Any:
+        loader = hooks.around_get_model_loader(make_default, LoadConfig(), model_config)
+        assert type(loader) is DefaultModelLoader
+        runner = Runner(loader)
+        hooks.around_load_model(Runner.load_model, runner)
+        return runner
+
+    before = Runner(None).pre_model_load_memory
+    assert start(types.SimpleNamespace()).pre_model_load_memory == before + 20
+    assert asked == [(80 - 8) * GIB]
+    assert start(types.SimpleNamespace(is_draft_model=True)).pre_model_load_memory == before
+    assert start(None).pre_model_load_memory == before
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert start(types.SimpleNamespace()).pre_model_load_memory == before
+    assert len(asked) == len(group.said) == 1
+
+
+def test_no_fraction_is_known_where_no_server_was_started(sglang_loader: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is refused goes to SGLang's own loader there, too."""
+
+    class Arguments:
+        __dataclass_fields__ = ("mem_fraction_static",)
+        mem_fraction_static = 0.7
+
+    runtime = sys.modules["sglang.srt.runtime_context"]
+    monkeypatch.setattr(runtime, "get_server_args", Arguments)
+    assert memory.static_fraction() == 0.7
+
+    def unpublished() -> Any:
+        raise ValueError("not published")
+
+    for name in ("get_server_args", "get_schedule"):
+        monkeypatch.setattr(runtime, name, unpublished, raising=False)
+    assert memory.static_fraction() is None
+    monkeypatch.setattr(refusals, "refusal", lambda inner, model_config: "it is not known how")
+    monkeypatch.setenv("TORCHWCACHE_MODE", "client")
+    assert type(hooks.around_get_model_loader(make_default, LoadConfig(), object())) is DefaultModelLoader
+
+
+def unbalanced(*, pre_model_load_memory: float, local_gpu_memory: float) -> None:
+    """As SGLang's own."""
+    if pre_model_load_memory < local_gpu_memory * 0.9:
+        raise RuntimeError("The memory capacity is unbalanced")
+
+
+def test_weights_in_the_cache_are_no_other_programs(
+    sglang_loader: types.ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of which one device may have more than another: SGLang would end the start before anything can be mapped or evicted."""
+    cached = [("one", "cuda", 20), ("one", "cuda", 5), ("two", "cuda", 10), ("cpu", "memfd", 90)]
+
+    class Connection(contextlib.AbstractContextManager[Any]):
+        @staticmethod
+        def connect(socket: str) -> Any:
+            assert socket == "/run/socket"
+            return Connection()
+
+        def entries(self) -> Any:
+            return [types.SimpleNamespace(device=device, memory=memory, nbytes=n * GIB) for device, memory, n in cached]
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr("torchwcache.wire.client.DaemonConnection", Connection)
+    monkeypatch.setenv("TORCHWCACHE_SOCKET", "/run/socket")
+
+    def check(least: float, here: float = 140.0) -> None:
+        hooks.around_balance_check(unbalanced, pre_model_load_memory=least, local_gpu_memory=here)
+
+    with pytest.raises(RuntimeError, match="unbalanced"):
+        check(110)  # nobody asked for the cache
+    monkeypatch.setenv("TORCHWCACHE_MODE", "client")
+    check(110)
+    assert "weights in the cache are why" in caplog.text
+    with pytest.raises(RuntimeError, match="unbalanced"):
+        check(90)  # which is more than what is cached
+    cached.clear()
+    with pytest.raises(RuntimeError, match="unbalanced"):
+        check(110)
+    check(139)
 
 
 @pytest.fixture

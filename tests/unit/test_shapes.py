@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -26,7 +28,35 @@ def test_names_shapes_and_dtypes_count_and_devices_and_values_do_not() -> None:
     assert len({shapes_digest(module) for module in (nn.Linear(2, 2), *others)}) == 5
 
 
-@pytest.mark.parametrize("put", [lambda tensor: tensor, lambda tensor: [None, tensor], lambda tensor: {"buffer": tensor, "n": 1}])
+class Kernel:
+    """No module, as the attention that a layer of vLLM's calls."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffers = {"found": (None, buffer)}
+        self.again = self
+
+
+class Slotted:
+    __slots__ = ("buffer", "empty")
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda tensor: tensor,
+        lambda tensor: [None, tensor],
+        lambda tensor: {"buffer": tensor, "n": 1},
+        lambda tensor: [[(tensor,)]],
+        lambda tensor: OrderedDict(buffer={"a": tensor}),
+        lambda tensor: {object(): tensor},
+        lambda tensor: partial(print, tensor),
+        Kernel,
+        Slotted,
+    ],
+)
 def test_tensors_that_are_plain_attributes_count(put: Callable[[torch.Tensor], object]) -> None:
     assert shapes_digest(Indexer(8, put)) == shapes_digest(Indexer(8, put))
     assert shapes_digest(Indexer(8, put)) != shapes_digest(Indexer(16, put))

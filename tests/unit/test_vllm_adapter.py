@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import enum
 import gc
+import importlib
+import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -206,6 +208,17 @@ def test_configurations_that_are_refused(vllm_config: Any, device: str | None, s
     refusal = guards.refusal_of(vllm_config, SimpleNamespace(device=device))
     assert says in refusal
     assert bool(refusal) is bool(says)
+
+
+def test_devices_whose_memory_cannot_be_shared_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM then loads by itself, as after every refusal; asking for memory there is an error."""
+    load = SimpleNamespace(device=None)
+    gpu = config(device_config=SimpleNamespace(device=torch.device("cuda")))
+    assert guards.refusal_of(gpu, load) == guards.unknown_device(gpu) == ""
+    assert "not on xpu" in guards.refusal_of(config(device_config=SimpleNamespace(device=torch.device("xpu", 0))), load)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "not on an AMD GPU" in guards.refusal_of(gpu, load)
+    assert guards.refusal_of(config(), load) == ""
 
 
 class Worker:
@@ -602,6 +615,84 @@ def no_vllm(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -
     return caplog
 
 
+@dataclasses.dataclass
+class LoadConfig:
+    load_format: str = "torchwcache"
+    model_loader_extra_config: Any = None
+    device: Any = None
+
+
+class Loads:
+    """Stands for vLLM's base class and its default loader."""
+
+    def __init__(self, load_config: Any) -> None:
+        self.load_config = load_config
+
+
+class Started:
+    """Stands for ``RankStart``: a miss on a GPU."""
+
+    def __init__(self) -> None:
+        self.cfg = SimpleNamespace(device="cuda:0")
+        self.adapter = SimpleNamespace(put_off=False)
+        self.closed = self.decided = 0
+
+    def decide(self) -> bool:
+        self.decided += 1
+        return False
+
+    def needed_nbytes(self) -> int:
+        return 0
+
+    def free_up(self, nbytes: int, free: Any) -> int:
+        return 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def our_loader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """``torchwcache_vllm.loader``, whatever vLLM there is."""
+    modules = {
+        "vllm.config.load": {"LoadConfig": LoadConfig},
+        "vllm.logger": {"init_logger": logging.getLogger},
+        "vllm.model_executor.model_loader.base_loader": {"BaseModelLoader": Loads},
+        "vllm.model_executor.model_loader.default_loader": {"DefaultModelLoader": Loads},
+    }
+    for name, attributes in modules.items():
+        for parent in (name.rsplit(".", i)[0] for i in range(1, name.count(".") + 1)):
+            monkeypatch.setitem(sys.modules, parent, sys.modules.get(parent) or ModuleType(parent))
+        module = ModuleType(name)
+        module.__dict__.update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "torchwcache_vllm.loader", raising=False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (60 * GIB, 80 * GIB))
+    yield importlib.import_module("torchwcache_vllm.loader")
+    sys.modules.pop("torchwcache_vllm.loader", None)
+
+
+def test_an_engine_that_never_came_to_load_is_given_up(our_loader: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own check for memory may end a start of this process, which then starts another: it would wait for the first."""
+    monkeypatch.setattr(our_loader, "OwnMemory", lambda device: None)
+    starts: list[Started] = []
+
+    def begin(loader: Any, vllm_config: Any, model_config: Any, prefix: str) -> Started:
+        if (id(model_config), prefix) not in our_loader._starts:
+            starts.append(Started())
+            our_loader._starts[id(model_config), prefix] = starts[-1]
+        return our_loader._starts[id(model_config), prefix]  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(our_loader.TorchwcacheModelLoader, "_start", begin)
+    cache = SimpleNamespace(gpu_memory_utilization=0.5)
+    for model in (object(), other := object(), other):
+        config = SimpleNamespace(model_config=model, cache_config=cache)
+        assert our_loader.TorchwcacheModelLoader(LoadConfig()).get_external_weight_memory(config) == 0
+    assert [start.decided for start in starts] == [1, 1, 1]
+    assert [start.closed for start in starts] == [1, 1, 0]
+    assert list(our_loader._starts.values()) == starts[2:]
+
+
 class DeviceConfig:
     """A part that an engine's config and those of its drafts have in common."""
 
@@ -653,6 +744,18 @@ def test_a_startup_plan_holds_what_vllm_does_not_count(looking: Any) -> None:
     memory.charge_later(300, engine)
     worker = looking(engine)
     assert worker.determine_available_memory() == worker.startup_plan() == 700
+
+
+def test_what_is_evicted_for_a_draft_was_not_free_when_vllm_looked_first(looking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM ends a start when there is more free after the load than before it."""
+    engine, worker = engine_config(), looking
+    look = SimpleNamespace(free_memory=70, cuda_memory=30)
+    monkeypatch.setattr(worker, "init_snapshot", look, raising=False)
+    memory.charge_later(1, engine)
+    memory.charge_later(2, engine, evicted=40)
+    for _ in range(2):
+        assert worker(engine).determine_available_memory() == 997
+        assert (look.free_memory, look.cuda_memory) == (110, -10)
 
 
 def test_each_engine_of_a_process_is_charged_for_its_own_weights(looking: Any) -> None:
@@ -710,6 +813,27 @@ def test_what_this_process_takes_is_counted_as_vllm_counts(looks_at_the_device: 
     assert engine_memory.OwnMemory("cuda:0").nbytes(memory.counted_by_vllm()) == (40 if looks_at_the_device else 2)
     monkeypatch.setattr(engine_memory, "allocator_nbytes", lambda device, collect: {})
     assert engine_memory.OwnMemory("cpu").nbytes(memory.counted_by_vllm()) == 0
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_hit_leaves_as_much_for_the_kv_cache_as_a_load(
+    looks_at_the_device: bool, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies that an attachment makes before vLLM's first look, or before the load that vLLM measures, nobody but us counts."""
+    if asks and not looks_at_the_device:
+        pytest.skip("vLLM asks since 0.32, and looks since 0.27")
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.model_loader"):
+        monkeypatch.setitem(sys.modules, name, sys.modules.get(name) or ModuleType(name))
+    module = ModuleType("vllm.model_executor.model_loader.base_loader")
+    module.BaseModelLoader = type("BaseModelLoader", (), {"get_external_weight_memory": None} if asks else {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    copies = {"allocated": 10, "reserved": 20}
+    budget, taken = 5000, 1050 if looks_at_the_device else 1000
+    own: Any = SimpleNamespace(nbytes=copies.__getitem__)
+    external = memory.external_nbytes(served("cache", published=False, taken=1000), memory.counted_before_the_load(own))
+    # By what vLLM finds to have become less on the device since its first look.
+    counted = copies["reserved"] if looks_at_the_device and not asks else 0
+    assert budget - external - counted == budget - taken
 
 
 class Kernel:
