@@ -127,7 +127,7 @@ def test_a_run_of_some_parts_stands_beside_the_one_of_all(imported: Any, tmp_pat
         options = {"engine": "sglang", "parts": parts}
         script.write_docs({**RESULT, "benchmark": "engine_restart", "options": options, "rows": []}, page)
     said = page.read_text()
-    assert re.findall("^## (.*)$", said, re.MULTILINE) == ["Starts of SGLang", "Starts of SGLang, only fp8"]
+    assert re.findall("^## (.*)$", said, re.MULTILINE) == ["Starts of SGLang", "Starts of SGLang: fp8"]
     assert "engine_restart.py sglang --parts fp8`" in said
 
 
