@@ -105,6 +105,7 @@ class Chain:
         self.kv_block = 1
         self.engines: list[Engine] = []
         self.daemon_pid = 0
+        self.closed = False
 
     def environ(self, *, cache: bool) -> dict[str, str]:
         environ = dict(self.bench.harness.environ)
@@ -121,6 +122,8 @@ class Chain:
         return environ
 
     def launch(self, way: str, kind: str, **options: Any) -> Engine:
+        if self.closed:
+            raise WorkerError("told to end")
         if self.bench.engine == "sglang" and not self.gpus:
             options["device"] = "cpu"
         order = {
@@ -130,6 +133,8 @@ class Chain:
         log = self.folder / f"{way}.log"
         engine = Engine(self.bench.engine, order, self.environ(cache=kind == "cache"), log)
         self.engines.append(engine)
+        if self.closed:
+            engine.kill()
         return engine
 
     def start(self, way: str, kind: str, **options: Any) -> Engine:
@@ -298,6 +303,8 @@ class Chain:
     # ---- our daemon --------------------------------------------------------------------------------------------------------
 
     def start_daemon(self) -> None:
+        if self.closed:
+            raise WorkerError("told to end")
         start_daemon(self.socket)
         with DaemonConnection.connect(self.socket) as connection:
             self.daemon_pid = connection.status().pid
@@ -307,6 +314,8 @@ class Chain:
             return sum(entry.nbytes for entry in connection.entries())
 
     def close(self) -> None:
+        """Kill its engines and stop its daemon, also in the middle of a start. Idempotent."""
+        self.closed = True
         for engine in self.engines:
             engine.kill()
         if self.bench.logs is not None:
@@ -328,6 +337,7 @@ class Bench:
         self.idle = list(gpus)
         self.given_back = threading.Condition()
         self.checkpoints: dict[tuple[str, float], Path] = {}
+        self.chains: list[Chain] = []
 
     def run(self) -> None:
         if self.harness.on_gpu:
@@ -337,14 +347,21 @@ class Bench:
             list(pool.map(lambda key: self.make(*key), wanted))
         time.sleep(SETTLED_S)
         threads = []
-        for name, part in self.parts.items():
-            gpus = self.take(part.tp)
-            threads.append(threading.Thread(target=self.chain, args=(name, gpus)))
-            threads[-1].start()
-            if not self.gpus:
-                threads[-1].join()
-        for thread in threads:
-            thread.join()
+        try:
+            for name, part in self.parts.items():
+                gpus = self.take(part.tp)
+                threads.append(threading.Thread(target=self.chain, args=(name, gpus)))
+                threads[-1].start()
+                if not self.gpus:
+                    threads[-1].join()
+            for thread in threads:
+                thread.join()
+        except BaseException:  # told to end: engines and daemons must not outlive this, nor the folder with their sockets go first
+            for chain in list(self.chains):
+                chain.close()
+            for thread in threads:
+                thread.join()
+            raise
         self.set_targets()
 
     def take(self, count: int) -> list[str]:
@@ -368,6 +385,7 @@ class Bench:
 
     def chain(self, name: str, gpus: list[str]) -> None:
         chain = Chain(self, name, self.parts[name], gpus)
+        self.chains.append(chain)
         try:
             with self.harness.part(name), contextlib.closing(chain):
                 chain.run()
