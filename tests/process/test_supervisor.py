@@ -32,7 +32,8 @@ from torchwcache.wire.client import DaemonConnection
 from torchwcache.wire.messages import Attach, Hit
 
 STARTER = (
-    "import os, subprocess, sys, time\n"
+    "import os, signal, subprocess, sys, time\n"
+    "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # under nohup, tests inherit that it is ignored
     "from torchwcache.daemon.supervisor import connect_or_start\n"
     "connection = connect_or_start(sys.argv[1], start=True, timeout_s=20)\n"
     "print(connection.status().pid, flush=True)\n"
