@@ -256,6 +256,44 @@ def test_also_where_one_process_attaches_by_itself(engine, checkpoint, daemon):
     close([attached, again])
 
 
+class Table:
+    """What all models of a program have in common, such as an engine's live configuration; and one of those models."""
+
+    def __init__(self) -> None:
+        self.factors = torch.full((16,), 2.0)
+        self.models = {"target": nn.Linear(16, 16)}
+
+
+TABLE = Table()
+
+
+class NetWithTable(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = TABLE
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.table.factors
+
+
+def test_what_an_attach_did_not_map_stays_where_it_cannot_rebind(engine, checkpoint, daemon):
+    """The module that was built leads to what others use, and so does the one that is loaded instead."""
+    cfg = ModelConfig(checkpoint, build=NetWithTable, adapter="nn")
+    options = AttachOptions(socket=daemon.socket, start=False, policies=engine().options.policies)
+    attached = Attaching(cfg, options, CountingAdapter(0)).run()
+    assert attached.report.published, attached.report
+    expected = attached.model(torch.ones(16))
+    factors, weight = TABLE.factors, TABLE.models["target"].weight
+    adapter = CountingAdapter(0)
+    cannot_rebind(adapter)
+    again = Attaching(cfg, options, adapter).run()
+    assert again.report.source == "disk"
+    assert TABLE.models["target"].weight is weight
+    assert TABLE.factors is factors
+    assert torch.equal(again.model(torch.ones(16)), expected)
+    close([attached, again])
+
+
 def test_by_policy_it_stops_all_ranks(engine):
     close(engine().start())
     broken = engine(on_mismatch="error")
