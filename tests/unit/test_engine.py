@@ -256,6 +256,24 @@ def test_also_where_one_process_attaches_by_itself(engine, checkpoint, daemon):
     close([attached, again])
 
 
+def test_a_method_of_a_tensor_does_not_hide_what_went_wrong(engine, checkpoint, daemon):
+    cfg = ModelConfig(checkpoint, build=Net, adapter="nn")
+    options = AttachOptions(socket=daemon.socket, start=False, policies=engine().options.policies)
+    attached = Attaching(cfg, options, CountingAdapter(0)).run()
+    adapter = CountingAdapter(0)
+    cannot_rebind(adapter)
+    fail = adapter.on_prepare
+
+    def prepare(module: nn.Module) -> None:
+        module.norm = module.linear.weight.norm
+        fail(module)
+
+    adapter.on_prepare = prepare
+    again = Attaching(cfg, options, adapter).run()
+    assert again.report.source == "disk"
+    close([attached, again])
+
+
 class Table:
     """What all models of a program have in common, such as an engine's live configuration; and one of those models."""
 
