@@ -117,3 +117,20 @@ def test_a_proxy_of_something_gone_holds_nothing() -> None:
     proxy = weakref.proxy(gone)
     del gone
     assert shapes_digest(holding([proxy])) == shapes_digest(holding([]))
+
+
+class Lazy(Slotted):
+    """Makes what it holds when it is asked for."""
+
+    @property
+    def buffer(self) -> torch.Tensor:  # type: ignore[override]
+        raise RuntimeError("there is no GPU to make it on")
+
+    @buffer.setter
+    def buffer(self, buffer: torch.Tensor) -> None:
+        Slotted.buffer.__set__(self, buffer)
+
+
+def test_properties_are_not_asked_for() -> None:
+    assert shapes_digest(holding(Lazy(torch.empty(2)))) == shapes_digest(holding(Slotted(torch.empty(2))))
+    assert shapes_digest(holding(Lazy(torch.empty(2)))) != shapes_digest(holding(Lazy(torch.empty(3))))

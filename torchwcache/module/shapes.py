@@ -43,7 +43,7 @@ def shapes_digest(module: nn.Module) -> str:
             kind = type(value)
             if kind in _NOTHING or (kind is OrderedDict and not value) or name in ("_parameters", "_buffers", "_modules"):
                 continue  # nearly all that a module has: a large model has a million of these
-            if name in HOOK_DICTS:  # their keys come from a counter of the process
+            if name in HOOK_DICTS and isinstance(value, dict):  # their keys come from a counter of the process
                 for i, hook in enumerate(value.values()):
                     tensors += _held(f"{path}.{name}[{i}]", hook, seen, 0)
             else:
