@@ -333,7 +333,12 @@ class Attaching:
 
         What the module that was built has in common with others, the one that is loaded instead among them, is as it was before.
         """
-        traceback.clear_frames(error.__traceback__)  # as long as the error is known, so would be what they hold
+        known: list[BaseException] = [error]
+        # Not the context: that may be what the caller is in the middle of handling.
+        while (cause := known[-1].__cause__) is not None and cause not in known:
+            known.append(cause)
+        for one in known:  # as long as it is, so would be what its frames hold
+            traceback.clear_frames(one.__traceback__)
         undo.close()
         detach_mapped(self.built, segments)
         segments.clear()

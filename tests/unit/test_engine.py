@@ -256,6 +256,32 @@ def test_also_where_one_process_attaches_by_itself(engine, checkpoint, daemon):
     close([attached, again])
 
 
+def test_nor_does_the_cause_of_the_error_keep_it(engine, checkpoint, daemon):
+    cfg = ModelConfig(checkpoint, build=Net, adapter="nn")
+    options = AttachOptions(socket=daemon.socket, start=False, policies=engine().options.policies)
+    attached = Attaching(cfg, options, CountingAdapter(0)).run()
+    before = mappings()
+    adapter = CountingAdapter(0)
+    seen: list[int] = []
+    adapter.on_load = lambda module: seen.append(mappings())
+
+    def check(module: nn.Module) -> None:
+        weight = module.linear.weight
+        raise ValueError(f"no kernel for {weight.dtype}")
+
+    def prepare(module: nn.Module) -> None:
+        adapter.on_prepare = lambda module: None
+        try:
+            check(module)
+        except ValueError as error:
+            raise RebindError("does not fit", problems=[("linear", "has no kernel")]) from error
+
+    adapter.on_prepare = prepare
+    again = Attaching(cfg, options, adapter).run()
+    assert (again.report.source, seen) == ("disk", [before])
+    close([attached, again])
+
+
 def test_a_method_of_a_tensor_does_not_hide_what_went_wrong(engine, checkpoint, daemon):
     cfg = ModelConfig(checkpoint, build=Net, adapter="nn")
     options = AttachOptions(socket=daemon.socket, start=False, policies=engine().options.policies)
