@@ -107,6 +107,8 @@ class Attaching:
         self.method: str
         self.asked: Fingerprint | None = None
         self.connection: DaemonConnection | None = None
+        self.undo = ExitStack()
+        """Puts back what the module that was built has in common with others, where it is not going to be handed out."""
 
     # ---- what is asked for ---------------------------------------------------------------------------------------------------
 
@@ -266,13 +268,12 @@ class Attaching:
         self.report.fingerprint = reply.key
         self.report.source = "waited" if reply.waited else "cache"
         segments: list[MappedSegment] = []
-        undo = ExitStack()
         try:
-            manifest, done = self.bind(reply, fds, segments, undo)
+            manifest, done = self.bind(reply, fds, segments)
             if provisional:
                 self.identity.check_unchanged()  # the producer hashed the files as they were when this process looked at them
         except WeightCacheError as error:
-            self.give_back(error, segments, undo)
+            self.give_back(error, segments)
             if not isinstance(error, (RebindError, ManifestError, SegmentError, EncodingError)):
                 raise
             return self.unfit(error)
@@ -283,20 +284,19 @@ class Attaching:
             self.built, self.report, connection=self.connection, manifest=manifest, segments=segments, plain=done.plain
         )
 
-    def bind(self, reply: Hit, fds: list[int], segments: list[MappedSegment], undo: ExitStack) -> tuple[Manifest, RebindReport]:
+    def bind(self, reply: Hit, fds: list[int], segments: list[MappedSegment]) -> tuple[Manifest, RebindReport]:
         """Map, and put what is mapped into the module that was built here; closes the descriptors.
 
         Args:
             reply: What was found.
             fds: Its descriptors.
             segments: Gets what is mapped, whatever goes wrong afterwards.
-            undo: Gets what puts back what others may use; see :func:`rebind`.
         """
         manifest, mapped = self.map(reply, fds)
         segments += mapped
         with self.report.phase("rebind"):
             device, requires_grad = self.memory.device, self.options.requires_grad
-            done = rebind(self.built, manifest, segments, device=device, requires_grad=requires_grad, undo=undo)
+            done = rebind(self.built, manifest, segments, device=device, requires_grad=requires_grad, undo=self.undo)
             for segment in segments:
                 segment.settle()
             if done.copied_nbytes:
@@ -328,7 +328,7 @@ class Attaching:
                     os.close(fd)
         return manifest, segments
 
-    def give_back(self, error: WeightCacheError, segments: list[MappedSegment], undo: ExitStack) -> None:
+    def give_back(self, error: WeightCacheError, segments: list[MappedSegment]) -> None:
         """Unmap what was mapped before something went wrong: there may not be room beside it for what is loaded instead.
 
         What the module that was built has in common with others, the one that is loaded instead among them, is as it was before.
@@ -339,7 +339,7 @@ class Attaching:
             known.append(cause)
         for one in known:  # as long as it is, so would be what its frames hold
             traceback.clear_frames(one.__traceback__)
-        undo.close()
+        self.undo.close()
         detach_mapped(self.built, segments)
         segments.clear()
 

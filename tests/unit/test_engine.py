@@ -308,34 +308,61 @@ class Table:
         self.models = {"target": nn.Linear(16, 16)}
 
 
-TABLE = Table()
-
-
 class NetWithTable(Net):
+    TABLE: Table
+
     def __init__(self) -> None:
         super().__init__()
-        self.table = TABLE
+        self.table = NetWithTable.TABLE
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x) * self.table.factors
 
 
-def test_what_an_attach_did_not_map_stays_where_it_cannot_rebind(engine, checkpoint, daemon):
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> Table:
+    table = Table()
+    monkeypatch.setattr(NetWithTable, "TABLE", table, raising=False)
+    return table
+
+
+def test_what_an_attach_did_not_map_stays_where_it_cannot_rebind(engine, checkpoint, daemon, table):
     """The module that was built leads to what others use, and so does the one that is loaded instead."""
     cfg = ModelConfig(checkpoint, build=NetWithTable, adapter="nn")
     options = AttachOptions(socket=daemon.socket, start=False, policies=engine().options.policies)
     attached = Attaching(cfg, options, CountingAdapter(0)).run()
     assert attached.report.published, attached.report
     expected = attached.model(torch.ones(16))
-    factors, weight = TABLE.factors, TABLE.models["target"].weight
+    factors, weight = table.factors, table.models["target"].weight
     adapter = CountingAdapter(0)
     cannot_rebind(adapter)
     again = Attaching(cfg, options, adapter).run()
     assert again.report.source == "disk"
-    assert TABLE.models["target"].weight is weight
-    assert TABLE.factors is factors
+    assert table.models["target"].weight is weight
+    assert table.factors is factors
     assert torch.equal(again.model(torch.ones(16)), expected)
     close([attached, again])
+
+
+def test_nor_does_it_go_where_another_rank_cannot_rebind(engine, checkpoint, table):
+    cfg = ModelConfig(checkpoint, build=NetWithTable, adapter="nn")
+    published = attach_rank(cfg, CountingAdapter(0), engine().options)
+    expected, factors = published.model(torch.ones(16)), table.factors
+    words: list[str] = []
+
+    class Other(OneRank):
+        """As if there were one more rank, which sees something else in the module."""
+
+        def exchange(self, word: str, what: str) -> Sequence[str]:
+            words.append(what)
+            return (word, "load it does not fit") if what == "the module rebound" else (word,)
+
+    again = attach_rank(cfg, CountingAdapter(0), engine().options, Other())
+    assert "the module rebound" in words
+    assert again.report.source == "disk"
+    assert table.factors is factors
+    assert torch.equal(again.model(torch.ones(16)), expected)
+    close([published, again])
 
 
 def test_by_policy_it_stops_all_ranks(engine):
