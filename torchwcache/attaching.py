@@ -7,6 +7,7 @@ import logging
 import os
 import traceback
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,7 @@ from torchwcache.identity.fingerprint import Fingerprint, diff, fingerprint_of, 
 from torchwcache.manifest import Manifest, decode_manifest, validate
 from torchwcache.memory.base import MappedSegment, Memory
 from torchwcache.memory.select import memory_for
-from torchwcache.module.detach import detach
+from torchwcache.module.detach import detach_mapped
 from torchwcache.module.normal_tensors import normal_tensors
 from torchwcache.module.one_at_a_time import one_at_a_time
 from torchwcache.module.rebind import RebindReport, rebind
@@ -106,6 +107,8 @@ class Attaching:
         self.method: str
         self.asked: Fingerprint | None = None
         self.connection: DaemonConnection | None = None
+        self.undo = ExitStack()
+        """Puts back what the module that was built has in common with others, where it is not going to be handed out."""
 
     # ---- what is asked for ---------------------------------------------------------------------------------------------------
 
@@ -264,12 +267,13 @@ class Attaching:
         """Map the entry and rebind the module that was built here."""
         self.report.fingerprint = reply.key
         self.report.source = "waited" if reply.waited else "cache"
+        segments: list[MappedSegment] = []
         try:
-            manifest, segments, done = self.bind(reply, fds)
+            manifest, done = self.bind(reply, fds, segments)
             if provisional:
                 self.identity.check_unchanged()  # the producer hashed the files as they were when this process looked at them
         except WeightCacheError as error:
-            self.give_back(error)
+            self.give_back(error, segments)
             if not isinstance(error, (RebindError, ManifestError, SegmentError, EncodingError)):
                 raise
             return self.unfit(error)
@@ -280,17 +284,25 @@ class Attaching:
             self.built, self.report, connection=self.connection, manifest=manifest, segments=segments, plain=done.plain
         )
 
-    def bind(self, reply: Hit, fds: list[int]) -> tuple[Manifest, Sequence[MappedSegment], RebindReport]:
-        """Map, and put what is mapped into the module that was built here; closes the descriptors."""
-        manifest, segments = self.map(reply, fds)
+    def bind(self, reply: Hit, fds: list[int], segments: list[MappedSegment]) -> tuple[Manifest, RebindReport]:
+        """Map, and put what is mapped into the module that was built here; closes the descriptors.
+
+        Args:
+            reply: What was found.
+            fds: Its descriptors.
+            segments: Gets what is mapped, whatever goes wrong afterwards.
+        """
+        manifest, mapped = self.map(reply, fds)
+        segments += mapped
         with self.report.phase("rebind"):
-            done = rebind(self.built, manifest, segments, device=self.memory.device, requires_grad=self.options.requires_grad)
+            device, requires_grad = self.memory.device, self.options.requires_grad
+            done = rebind(self.built, manifest, segments, device=device, requires_grad=requires_grad, undo=self.undo)
             for segment in segments:
                 segment.settle()
             if done.copied_nbytes:
                 self.memory.finish_copies()
             self.adapter.prepare(self.cfg, self.built)
-        return manifest, segments, done
+        return manifest, done
 
     def map(self, reply: Hit, fds: list[int]) -> tuple[Manifest, Sequence[MappedSegment]]:
         """Decode, check and map; closes the descriptors."""
@@ -316,10 +328,20 @@ class Attaching:
                     os.close(fd)
         return manifest, segments
 
-    def give_back(self, error: WeightCacheError) -> None:
-        """Unmap what was mapped before something went wrong: there may not be room beside it for what is loaded instead."""
-        traceback.clear_frames(error.__traceback__)  # as long as the error is known, so would be what they hold
-        detach(self.built)
+    def give_back(self, error: WeightCacheError, segments: list[MappedSegment]) -> None:
+        """Unmap what was mapped before something went wrong: there may not be room beside it for what is loaded instead.
+
+        What the module that was built has in common with others, the one that is loaded instead among them, is as it was before.
+        """
+        known: list[BaseException] = [error]
+        # Not the context: that may be what the caller is in the middle of handling.
+        while (cause := known[-1].__cause__) is not None and cause not in known:
+            known.append(cause)
+        for one in known:  # as long as it is, so would be what its frames hold
+            traceback.clear_frames(one.__traceback__)
+        self.undo.close()
+        detach_mapped(self.built, segments)
+        segments.clear()
 
     def unfit(self, error: WeightCacheError) -> Attachment:
         """The entry and the module built here do not fit: never serve a mixture."""

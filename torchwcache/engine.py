@@ -305,6 +305,7 @@ class RankStart:
     def _let_go(self, why: str) -> None:
         """Give back lease and ticket: this rank loads as if there were no cache."""
         if self.attachment is not None:
+            self.attaching.undo.close()
             self.attachment.close()
             self.attachment = None
         if self.answer is not None:

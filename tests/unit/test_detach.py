@@ -21,6 +21,7 @@ class Net(nn.Module):
         self.register_buffer("seen", torch.zeros(1))
         self.table = {"rope": [torch.ones(2)]}
         self.bound = lambda x, w=self.lin.weight: x @ w
+        self.norm = self.lin.weight.norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.lin(x)
@@ -37,6 +38,7 @@ USES: dict[str, Callable[[Net], object]] = {
     "to": lambda m: m.to(torch.float64),
     "attribute": lambda m: m.table["rope"][0].sum(),
     "closure": lambda m: m.bound(torch.ones(2)),
+    "method": lambda m: m.norm(),
     "numpy": lambda m: m.seen.numpy(),
     "item": lambda m: float(m.seen),
 }

@@ -256,6 +256,115 @@ def test_also_where_one_process_attaches_by_itself(engine, checkpoint, daemon):
     close([attached, again])
 
 
+def test_nor_does_the_cause_of_the_error_keep_it(engine, checkpoint, daemon):
+    cfg = ModelConfig(checkpoint, build=Net, adapter="nn")
+    options = AttachOptions(socket=daemon.socket, start=False, policies=engine().options.policies)
+    attached = Attaching(cfg, options, CountingAdapter(0)).run()
+    before = mappings()
+    adapter = CountingAdapter(0)
+    seen: list[int] = []
+    adapter.on_load = lambda module: seen.append(mappings())
+
+    def check(module: nn.Module) -> None:
+        weight = module.linear.weight
+        raise ValueError(f"no kernel for {weight.dtype}")
+
+    def prepare(module: nn.Module) -> None:
+        adapter.on_prepare = lambda module: None
+        try:
+            check(module)
+        except ValueError as error:
+            raise RebindError("does not fit", problems=[("linear", "has no kernel")]) from error
+
+    adapter.on_prepare = prepare
+    again = Attaching(cfg, options, adapter).run()
+    assert (again.report.source, seen) == ("disk", [before])
+    close([attached, again])
+
+
+def test_a_method_of_a_tensor_does_not_hide_what_went_wrong(engine, checkpoint, daemon):
+    cfg = ModelConfig(checkpoint, build=Net, adapter="nn")
+    options = AttachOptions(socket=daemon.socket, start=False, policies=engine().options.policies)
+    attached = Attaching(cfg, options, CountingAdapter(0)).run()
+    adapter = CountingAdapter(0)
+    cannot_rebind(adapter)
+    fail = adapter.on_prepare
+
+    def prepare(module: nn.Module) -> None:
+        module.norm = module.linear.weight.norm
+        fail(module)
+
+    adapter.on_prepare = prepare
+    again = Attaching(cfg, options, adapter).run()
+    assert again.report.source == "disk"
+    close([attached, again])
+
+
+class Table:
+    """What all models of a program have in common, such as an engine's live configuration; and one of those models."""
+
+    def __init__(self) -> None:
+        self.factors = torch.full((16,), 2.0)
+        self.models = {"target": nn.Linear(16, 16)}
+
+
+class NetWithTable(Net):
+    TABLE: Table
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = NetWithTable.TABLE
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.table.factors
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> Table:
+    table = Table()
+    monkeypatch.setattr(NetWithTable, "TABLE", table, raising=False)
+    return table
+
+
+def test_what_an_attach_did_not_map_stays_where_it_cannot_rebind(engine, checkpoint, daemon, table):
+    """The module that was built leads to what others use, and so does the one that is loaded instead."""
+    cfg = ModelConfig(checkpoint, build=NetWithTable, adapter="nn")
+    options = AttachOptions(socket=daemon.socket, start=False, policies=engine().options.policies)
+    attached = Attaching(cfg, options, CountingAdapter(0)).run()
+    assert attached.report.published, attached.report
+    expected = attached.model(torch.ones(16))
+    factors, weight = table.factors, table.models["target"].weight
+    adapter = CountingAdapter(0)
+    cannot_rebind(adapter)
+    again = Attaching(cfg, options, adapter).run()
+    assert again.report.source == "disk"
+    assert table.models["target"].weight is weight
+    assert table.factors is factors
+    assert torch.equal(again.model(torch.ones(16)), expected)
+    close([attached, again])
+
+
+def test_nor_does_it_go_where_another_rank_cannot_rebind(engine, checkpoint, table):
+    cfg = ModelConfig(checkpoint, build=NetWithTable, adapter="nn")
+    published = attach_rank(cfg, CountingAdapter(0), engine().options)
+    expected, factors = published.model(torch.ones(16)), table.factors
+    words: list[str] = []
+
+    class Other(OneRank):
+        """As if there were one more rank, which sees something else in the module."""
+
+        def exchange(self, word: str, what: str) -> Sequence[str]:
+            words.append(what)
+            return (word, "load it does not fit") if what == "the module rebound" else (word,)
+
+    again = attach_rank(cfg, CountingAdapter(0), engine().options, Other())
+    assert "the module rebound" in words
+    assert again.report.source == "disk"
+    assert table.factors is factors
+    assert torch.equal(again.model(torch.ones(16)), expected)
+    close([published, again])
+
+
 def test_by_policy_it_stops_all_ranks(engine):
     close(engine().start())
     broken = engine(on_mismatch="error")

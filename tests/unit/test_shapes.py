@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -60,3 +61,76 @@ class Slotted:
 def test_tensors_that_are_plain_attributes_count(put: Callable[[torch.Tensor], object]) -> None:
     assert shapes_digest(Indexer(8, put)) == shapes_digest(Indexer(8, put))
     assert shapes_digest(Indexer(8, put)) != shapes_digest(Indexer(16, put))
+
+
+def shape_of(buffer: torch.Tensor, *_: object) -> None:
+    """A hook, with a tensor of its own."""
+
+
+def hooked(tokens: int) -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.register_forward_hook(partial(shape_of, torch.empty(tokens)))
+    return module
+
+
+class CompiledOnDemand:
+    """As a Triton kernel is: it keeps the globals of its function."""
+
+    def __init__(self) -> None:
+        self.__globals__ = GLOBALS
+
+
+GLOBALS: dict[str, object] = {"torch": torch}
+
+
+def holding(value: object) -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.held = value
+    return module
+
+
+def test_the_same_build_has_the_same_digest_whatever_happened_in_its_process() -> None:
+    assert shapes_digest(hooked(8)) == shapes_digest(hooked(8)), "hooks are counted by the process"
+    assert shapes_digest(hooked(8)) != shapes_digest(hooked(16))
+    one, other = object(), object()
+    assert shapes_digest(holding({id(one): torch.empty(2)})) == shapes_digest(holding({id(other): torch.empty(2)}))
+    before = shapes_digest(holding(CompiledOnDemand()))
+    GLOBALS["workspace"] = torch.empty(8)
+    assert shapes_digest(holding(CompiledOnDemand())) == before
+
+
+def test_what_lay_too_deep_the_first_time_counts_where_it_does_not() -> None:
+    def deep(tokens: int) -> nn.Module:
+        held: list[object] = [[torch.empty(tokens)]]
+        around = held
+        for _ in range(8):
+            around = [around]
+        module = holding(around)
+        module.again = held
+        return module
+
+    assert shapes_digest(deep(8)) != shapes_digest(deep(16))
+
+
+def test_a_proxy_of_something_gone_holds_nothing() -> None:
+    gone = nn.Linear(2, 2)
+    proxy = weakref.proxy(gone)
+    del gone
+    assert shapes_digest(holding([proxy])) == shapes_digest(holding([]))
+
+
+class Lazy(Slotted):
+    """Makes what it holds when it is asked for."""
+
+    @property
+    def buffer(self) -> torch.Tensor:  # type: ignore[override]
+        raise RuntimeError("there is no GPU to make it on")
+
+    @buffer.setter
+    def buffer(self, buffer: torch.Tensor) -> None:
+        Slotted.buffer.__set__(self, buffer)
+
+
+def test_properties_are_not_asked_for() -> None:
+    assert shapes_digest(holding(Lazy(torch.empty(2)))) == shapes_digest(holding(Slotted(torch.empty(2))))
+    assert shapes_digest(holding(Lazy(torch.empty(2)))) != shapes_digest(holding(Lazy(torch.empty(3))))

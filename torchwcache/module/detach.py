@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -12,7 +12,10 @@ from torch import nn
 from torchwcache.errors import DetachedError
 from torchwcache.module.replace import iter_tensors, replace_tensors
 
-__all__ = ["DetachedTensor", "detach", "outside_tables"]
+if TYPE_CHECKING:
+    from torchwcache.memory.base import MappedSegment
+
+__all__ = ["DetachedTensor", "detach", "detach_mapped", "outside_tables"]
 
 
 class DetachedTensor(torch.Tensor):
@@ -48,14 +51,45 @@ def detach(module: nn.Module, plain: Sequence[weakref.ref[torch.Tensor]] | None 
         module: Changed in place.
         plain: From :func:`outside_tables`, at the time of the attach; by default all that the module holds now.
     """
-    stand_in = torch.Tensor._make_subclass(DetachedTensor, torch.empty(0, device="meta"))
     alive = [tensor for ref in (outside_tables(module) if plain is None else plain) if (tensor := ref()) is not None]
     own = {id(tensor): tensor for tensor in (*alive, *_in_tables(module))}
+    _take_away(module, lambda tensor: id(tensor) in own)
 
-    def new(tensor: torch.Tensor, _: str) -> torch.Tensor | None:
-        return stand_in if id(tensor) in own else None
 
-    replace_tensors(module, new, hooks=False)
+def detach_mapped(module: nn.Module, segments: Sequence[MappedSegment]) -> None:
+    """Take away what lies in mapped segments, and nothing else: of a module that was never handed out.
+
+    It may share the rest with modules that are in use: those of an engine all lead to the engine's configuration, and that to them.
+
+    Args:
+        module: Changed in place.
+        segments: Whose memory is to be given back.
+    """
+    ranges = [(start, start + segment.nbytes) for segment in segments if (start := _start(segment))]
+
+    def is_mapped(tensor: torch.Tensor) -> bool:
+        address = _address(tensor)
+        return any(start <= address < end for start, end in ranges)
+
+    if ranges:
+        with torch._C.DisableTorchFunction():
+            _take_away(module, is_mapped)
+
+
+def _take_away(module: nn.Module, which: Callable[[torch.Tensor], bool]) -> None:
+    stand_in = torch.Tensor._make_subclass(DetachedTensor, torch.empty(0, device="meta"))
+    replace_tensors(module, lambda tensor, _: stand_in if which(tensor) else None, hooks=False)
+
+
+def _start(segment: MappedSegment) -> int:
+    return segment.address or segment.tensor(0, 1, torch.uint8).data_ptr()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # it has no storage, as a sparse one: its parts have
+        return 0
 
 
 def _in_tables(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -71,7 +71,11 @@ def _slot_names(cls: type) -> Iterator[str]:
 
 
 def _slot(obj: Any, name: str) -> Any:
-    """The descriptor of a slot: it writes past any ``__setattr__``, also that of a frozen class that is written in C."""
+    """The descriptor of a slot.
+
+    It reads past a property under the same name, which may do anything, and writes past any ``__setattr__``, also that of a frozen
+    class that is written in C.
+    """
     for base in type(obj).__mro__:
         found = base.__dict__.get(name)
         if isinstance(found, types.MemberDescriptorType):
@@ -87,9 +91,9 @@ def _attributes(obj: Any) -> Iterator[tuple[str, Any, Any]]:
     if not isinstance(obj, (torch.Tensor, types.FunctionType)):
         for name in _slot_names(type(obj)):
             try:
-                yield "slot", name, object.__getattribute__(obj, name)
-            except AttributeError:
-                continue  # a slot that was never filled
+                yield "slot", name, _slot(obj, name).__get__(obj)
+            except (AttributeError, LookupError):
+                continue  # a slot that was never filled, or that is none any more
 
 
 def _function_parts(obj: types.FunctionType) -> Iterator[tuple[str, Any, Any]]:
@@ -150,7 +154,7 @@ def child(obj: Any, kind: str, key: Any) -> Any:
             case "attribute" | "tensor_attribute":
                 return obj.__dict__[key]
             case "slot":
-                return object.__getattribute__(obj, key)
+                return _slot(obj, key).__get__(obj)
             case "index" | "key":
                 return obj[key]
             case "hook":

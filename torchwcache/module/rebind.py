@@ -6,6 +6,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
@@ -63,6 +64,7 @@ def rebind(
     *,
     device: torch.device,
     requires_grad: bool = False,
+    undo: ExitStack | None = None,
 ) -> RebindReport:
     """Fill ``module`` in place.
 
@@ -75,6 +77,7 @@ def rebind(
         segments: The mapped segments, in the manifest's order.
         device: The entry's device, as this process names it.
         requires_grad: Give parameters the ``requires_grad`` that they had when they were published; without it none requires grad.
+        undo: Gets what puts back, when it is closed, what was in objects that are no modules of the tree: others may use them, too.
 
     Raises:
         RebindError: The module is not the one that was published, or something would be left without a value.
@@ -84,7 +87,7 @@ def rebind(
     gc.disable()
     try:
         with torch.inference_mode(mode=False), torch._C.DisableTorchFunction():
-            return _Rebinding(module, manifest, segments, device, requires_grad).run()
+            return _Rebinding(module, manifest, segments, device, requires_grad, ExitStack() if undo is None else undo).run()
     finally:
         if was_enabled:
             gc.enable()
@@ -92,10 +95,16 @@ def rebind(
 
 class _Rebinding:
     def __init__(
-        self, module: nn.Module, manifest: Manifest, segments: Sequence[MappedSegment], device: torch.device, requires_grad: bool
+        self,
+        module: nn.Module,
+        manifest: Manifest,
+        segments: Sequence[MappedSegment],
+        device: torch.device,
+        requires_grad: bool,
+        undo: ExitStack,
     ) -> None:
         self.module, self.manifest, self.segments = module, manifest, segments
-        self.device, self.requires_grad = device, requires_grad
+        self.device, self.requires_grad, self.undo = device, requires_grad, undo
         self.problems: list[Problem] = []
         self.tree = Tree(module)
         self.groups: list[Group] = []
@@ -318,17 +327,18 @@ class _Rebinding:
 
     def apply_edit(self, edit: Edit) -> None:
         target = self.objects[edit.target]
+        apart = edit.target >= len(self.tree.modules)
         if edit.contents:
             assert edit.value is not None
             new = self.decoder.value(edit.value)
-            target.clear()
-            if isinstance(target, (dict, set)):
-                target.update(new)
-            else:
-                target.extend(new)
+            if apart:
+                self.undo.callback(_fill_container, target, _contents(target))
+            _fill_container(target, new)
             return
         step, value = edit.step, edit.value
         key = step.key.value if isinstance(step.key, VStr) else decode(step.key)
+        if apart:
+            self.undo.callback(_put_back, target, step.kind, key, _found(target, step.kind, key))
         if value is None:
             remove(target, step.kind, key)
         else:
@@ -357,6 +367,33 @@ class _Rebinding:
             delattr(cls, edit.name)
         else:
             setattr(cls, edit.name, self.decoder.value(edit.after))
+
+
+def _fill_container(target: Any, contents: Any) -> None:
+    target.clear()
+    if isinstance(target, (dict, set)):
+        target.update(contents)
+    else:
+        target.extend(contents)
+
+
+def _contents(target: Any) -> Any:
+    return dict(target) if isinstance(target, dict) else set(target) if isinstance(target, set) else list(target)
+
+
+def _found(target: Any, kind: str, key: Any) -> Any:
+    try:
+        return child(target, kind, key)
+    except LookupError:
+        return MISSING
+
+
+def _put_back(target: Any, kind: str, key: Any, value: Any) -> None:
+    with suppress(LookupError, AttributeError):  # a place that could not be written to was not
+        if value is MISSING:
+            remove(target, kind, key)
+        else:
+            assign(target, kind, key, value)
 
 
 def _fill(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -88,5 +89,9 @@ class _Replacing:
             if target is not None:
                 stack.append((target, path))
             return value
+        if isinstance(value, types.MethodType) and isinstance(value.__self__, torch.Tensor):
+            stack.append((value.__func__, path))
+            other = self.new(value.__self__, path)
+            return value if other is None else types.MethodType(value.__func__, other)
         stack.append((value, path))
         return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import xxhash
 from torch import nn
 
-from torchwcache.module.graph import ATOMIC_TYPES, children, is_leaf, type_name
+from torchwcache.module.graph import ATOMIC_TYPES, HOOK_DICTS, children, is_leaf, type_name
 
 __all__ = ["shapes_digest"]
 
@@ -20,7 +21,12 @@ _NOTHING = frozenset({*ATOMIC_TYPES, set})
 _STEPS = frozenset({"attribute", "slot", "key", "index", "partial_arg", "partial_keyword"})
 """What is followed: not what functions and methods close over, which leads into all the program."""
 
+_PROGRAM = "__globals__"
+"""Where a Triton kernel keeps the globals of its function, another process's caches among them."""
+
 _MAX_DEPTH = 8
+_MAX_INDEX = 1 << 16
+"""Ints beyond are no positions or numbers of layers: ``id()``, for instance."""
 
 
 def shapes_digest(module: nn.Module) -> str:
@@ -31,27 +37,44 @@ def shapes_digest(module: nn.Module) -> str:
     Wherever a tensor is held it is replaced by the published one, so plain objects and containers are looked into, too.
     """
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    seen: set[int] = set()
+    seen: dict[int, tuple[Any, int]] = {}
     for path, child in module.named_modules():
         for name, value in vars(child).items():
             kind = type(value)
             if kind in _NOTHING or (kind is OrderedDict and not value) or name in ("_parameters", "_buffers", "_modules"):
                 continue  # nearly all that a module has: a large model has a million of these
-            tensors += _held(f"{path}.{name}", value, seen, 0)
+            if name in HOOK_DICTS and isinstance(value, dict):  # their keys come from a counter of the process
+                for i, hook in enumerate(value.values()):
+                    tensors += _held(f"{path}.{name}[{i}]", hook, seen, 0)
+            else:
+                tensors += _held(f"{path}.{name}", value, seen, 0)
     lines = sorted(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors)
     return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
 
 
-def _held(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """A tensor, and those that a container or a plain object holds; what several hold is looked at once."""
+def _held(path: str, value: Any, seen: dict[int, tuple[Any, int]], depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor, and those that a container or a plain object holds.
+
+    What several hold is looked at once, but for what lay too deep the first time: of that not everything was seen.
+
+    Args:
+        path: To the value.
+        value: Anything.
+        seen: Objects by ``id``, kept so that their ids stay their own, and how deep they were.
+        depth: How deep this one is.
+    """
+    if type(value) in weakref.ProxyTypes:  # before anything asks for its class: what it stands for may be gone
+        return
     if isinstance(value, torch.Tensor):
         yield path, value
         return
-    if depth > _MAX_DEPTH or isinstance(value, nn.Module) or is_leaf(value) or id(value) in seen:
+    if depth > _MAX_DEPTH or isinstance(value, nn.Module) or is_leaf(value):
         return
-    seen.add(id(value))
+    if id(value) in seen and seen[id(value)][1] <= depth:
+        return
+    seen[id(value)] = value, depth
     for kind, key, item in children(value):
-        if kind in _STEPS and type(item) not in ATOMIC_TYPES:
+        if kind in _STEPS and type(item) not in ATOMIC_TYPES and not (kind == "attribute" and key == _PROGRAM):
             # The text of other keys may hold an address, which is another one in the next process.
-            step = repr(key) if type(key) in (str, int) else type_name(type(key))
-            yield from _held(f"{path}[{step}]", item, seen, depth + 1)
+            named = type(key) is str or (type(key) is int and 0 <= key < _MAX_INDEX)
+            yield from _held(f"{path}[{repr(key) if named else type_name(type(key))}]", item, seen, depth + 1)
