@@ -63,6 +63,48 @@ def test_tensors_that_are_plain_attributes_count(put: Callable[[torch.Tensor], o
     assert shapes_digest(Indexer(8, put)) != shapes_digest(Indexer(16, put))
 
 
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda module: [module],
+        lambda module: {"a": (None, [module])},
+        lambda module: OrderedDict({object(): module}),
+        lambda module: (nn.ModuleList([module]),),
+    ],
+)
+def test_modules_that_are_not_registered_count(put: Callable[[nn.Module], object]) -> None:
+    def build(tokens: int) -> nn.Module:
+        module = nn.Linear(2, 2)
+        inside = nn.Module()
+        inside.register_buffer("found", torch.empty(tokens))
+        inside.__dict__["outside"] = [module]  # and there it comes round again
+        module.hidden = put(inside)
+        return module
+
+    assert shapes_digest(build(8)) == shapes_digest(build(8))
+    assert shapes_digest(build(8)) != shapes_digest(build(16))
+    held = nn.Linear(2, 2)
+    held.hidden = put(Indexer(8, lambda tensor: tensor))
+    wider = nn.Linear(2, 2)
+    wider.hidden = put(Indexer(16, lambda tensor: tensor))
+    assert shapes_digest(held) != shapes_digest(wider)
+
+
+def test_a_list_that_contains_itself_ends() -> None:
+    module = nn.Linear(2, 2)
+    endless: list[object] = [nn.Linear(2, 2)]
+    endless.append(endless)
+    module.endless = endless  # type: ignore[assignment]
+    assert shapes_digest(module) == shapes_digest(module)
+
+
+def test_a_list_of_modules_that_are_registered_changes_nothing() -> None:
+    plain, listed = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+    listed.layers = list(listed)  # type: ignore[assignment]
+    listed[0].__dict__["parent"] = listed
+    assert shapes_digest(plain) == shapes_digest(listed)
+
+
 def shape_of(buffer: torch.Tensor, *_: object) -> None:
     """A hook, with a tensor of its own."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,20 +37,44 @@ def shapes_digest(module: nn.Module) -> str:
     as are batched: in the module of a start with another value it would be too small, and a kernel would write past its end.
     Wherever a tensor is held it is replaced by the published one, so plain objects and containers are looked into, too.
     """
-    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    tensors: list[tuple[str, torch.Tensor]] = []
     seen: dict[int, tuple[Any, int]] = {}
-    for path, child in module.named_modules():
-        for name, value in vars(child).items():
-            kind = type(value)
-            if kind in _NOTHING or (kind is OrderedDict and not value) or name in ("_parameters", "_buffers", "_modules"):
-                continue  # nearly all that a module has: a large model has a million of these
-            if name in HOOK_DICTS and isinstance(value, dict):  # their keys come from a counter of the process
-                for i, hook in enumerate(value.values()):
-                    tensors += _held(f"{path}.{name}[{i}]", hook, seen, 0)
-            else:
-                tensors += _held(f"{path}.{name}", value, seen, 0)
+    known: set[int] = set()
+    roots = [("", module)]
+    while roots:
+        at, root = roots.pop()
+        if id(root) in known:
+            continue
+        modules = [(f"{at}.{path}" if at else path, child) for path, child in root.named_modules() if id(child) not in known]
+        known.update(id(child) for _, child in modules)
+        for path, tensor in chain(root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)):
+            tensors.append((f"{at}.{path}" if at else path, tensor))
+        for path, child in modules:
+            for name, value in vars(child).items():
+                kind = type(value)
+                if kind in _NOTHING or (kind is OrderedDict and not value) or name in ("_parameters", "_buffers", "_modules"):
+                    continue  # nearly all that a module has: a large model has a million of these
+                if name in HOOK_DICTS and isinstance(value, dict):  # their keys come from a counter of the process
+                    for i, hook in enumerate(value.values()):
+                        tensors += _held(f"{path}.{name}[{i}]", hook, seen, 0)
+                else:
+                    tensors += _held(f"{path}.{name}", value, seen, 0)
+                    roots += _unregistered(f"{path}.{name}", value)
     lines = sorted(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors)
     return xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
+
+
+def _unregistered(path: str, value: Any, depth: int = 0) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that an attribute holds otherwise than torch would, in lists and the like; also those that are registered elsewhere.
+
+    Plain objects are not entered: an engine's configuration leads to the layers of all its models.
+    """
+    kind = type(value)
+    if kind in (list, tuple, dict, OrderedDict):
+        for i, item in enumerate(value if kind in (list, tuple) else value.values()) if depth <= _MAX_DEPTH else ():
+            yield from _unregistered(f"{path}[{i}]", item, depth + 1)
+    elif kind not in weakref.ProxyTypes and isinstance(value, nn.Module):
+        yield path, value
 
 
 def _held(path: str, value: Any, seen: dict[int, tuple[Any, int]], depth: int) -> Iterator[tuple[str, torch.Tensor]]:
