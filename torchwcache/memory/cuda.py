@@ -257,8 +257,8 @@ class CudaMappedSegment:
 
         Does not wait for :meth:`settle`, before which nobody may read it. Does not check the range: ``manifest.validate`` did.
         """
-        # This is the hot loop of an attach. A storage made from its address (see ``_whole``) takes a third of the time that a slice
-        # of the segment's takes; and torch's own way to make a tensor over a storage (for replaying CUDA graphs,
+        # This is the hot loop of an attach. A storage made from its address (see ``_whole``) takes less time than a slice of the
+        # segment's; and torch's own way to make a tensor over a storage (for replaying CUDA graphs,
         # ``torch/_inductor/cudagraph_trees.py``) half the time of ``set_``.
         storage: Any = _construct_storage(self.address + offset, self._device, nbytes)
         storage._torchwcache_mapping = self._mapping
