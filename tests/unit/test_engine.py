@@ -242,24 +242,29 @@ def test_what_was_mapped_in_vain_is_given_back_before_anything_is_loaded(engine)
     close(results)
 
 
-def test_also_where_one_process_attaches_by_itself(engine, checkpoint, daemon):
-    cfg = ModelConfig(checkpoint, build=Net, adapter="nn")
+def alone(engine, checkpoint, daemon, build=Net):
+    """Attaches with an adapter, as one process does by itself."""
+    cfg = ModelConfig(checkpoint, build=build, adapter="nn")
     options = AttachOptions(socket=daemon.socket, start=False, policies=engine().options.policies)
-    attached = Attaching(cfg, options, CountingAdapter(0)).run()
+    return lambda adapter: Attaching(cfg, options, adapter).run()
+
+
+def test_also_where_one_process_attaches_by_itself(engine, checkpoint, daemon):
+    attach = alone(engine, checkpoint, daemon)
+    attached = attach(CountingAdapter(0))
     before = mappings()
     adapter = CountingAdapter(0)
     cannot_rebind(adapter)
     seen: list[int] = []
     adapter.on_load = lambda module: seen.append(mappings())
-    again = Attaching(cfg, options, adapter).run()
+    again = attach(adapter)
     assert (again.report.source, seen) == ("disk", [before])
     close([attached, again])
 
 
 def test_nor_does_the_cause_of_the_error_keep_it(engine, checkpoint, daemon):
-    cfg = ModelConfig(checkpoint, build=Net, adapter="nn")
-    options = AttachOptions(socket=daemon.socket, start=False, policies=engine().options.policies)
-    attached = Attaching(cfg, options, CountingAdapter(0)).run()
+    attach = alone(engine, checkpoint, daemon)
+    attached = attach(CountingAdapter(0))
     before = mappings()
     adapter = CountingAdapter(0)
     seen: list[int] = []
@@ -277,15 +282,14 @@ def test_nor_does_the_cause_of_the_error_keep_it(engine, checkpoint, daemon):
             raise RebindError("does not fit", problems=[("linear", "has no kernel")]) from error
 
     adapter.on_prepare = prepare
-    again = Attaching(cfg, options, adapter).run()
+    again = attach(adapter)
     assert (again.report.source, seen) == ("disk", [before])
     close([attached, again])
 
 
 def test_a_method_of_a_tensor_does_not_hide_what_went_wrong(engine, checkpoint, daemon):
-    cfg = ModelConfig(checkpoint, build=Net, adapter="nn")
-    options = AttachOptions(socket=daemon.socket, start=False, policies=engine().options.policies)
-    attached = Attaching(cfg, options, CountingAdapter(0)).run()
+    attach = alone(engine, checkpoint, daemon)
+    attached = attach(CountingAdapter(0))
     adapter = CountingAdapter(0)
     cannot_rebind(adapter)
     fail = adapter.on_prepare
@@ -295,7 +299,7 @@ def test_a_method_of_a_tensor_does_not_hide_what_went_wrong(engine, checkpoint, 
         fail(module)
 
     adapter.on_prepare = prepare
-    again = Attaching(cfg, options, adapter).run()
+    again = attach(adapter)
     assert again.report.source == "disk"
     close([attached, again])
 
@@ -328,15 +332,14 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Table:
 
 def test_what_an_attach_did_not_map_stays_where_it_cannot_rebind(engine, checkpoint, daemon, table):
     """The module that was built leads to what others use, and so does the one that is loaded instead."""
-    cfg = ModelConfig(checkpoint, build=NetWithTable, adapter="nn")
-    options = AttachOptions(socket=daemon.socket, start=False, policies=engine().options.policies)
-    attached = Attaching(cfg, options, CountingAdapter(0)).run()
+    attach = alone(engine, checkpoint, daemon, NetWithTable)
+    attached = attach(CountingAdapter(0))
     assert attached.report.published, attached.report
     expected = attached.model(torch.ones(16))
     factors, weight = table.factors, table.models["target"].weight
     adapter = CountingAdapter(0)
     cannot_rebind(adapter)
-    again = Attaching(cfg, options, adapter).run()
+    again = attach(adapter)
     assert again.report.source == "disk"
     assert table.models["target"].weight is weight
     assert table.factors is factors
