@@ -14,7 +14,7 @@ from torchwcache.engine import EngineOptions, OneRank, ProcessGroupRanks, RankGr
 from torchwcache.engine_memory import OwnMemory, make_free, wanted_nbytes
 from torchwcache_sglang import leases
 from torchwcache_sglang.adapter import SGLangAdapter, model_config_for
-from torchwcache_sglang.memory import agreed_nbytes, baseline_nbytes, free_nbytes, static_fraction
+from torchwcache_sglang.memory import agreed_nbytes, baseline_nbytes, free_nbytes, held_nbytes, static_fraction
 
 __all__ = ["CacheLoader", "ranks_of"]
 
@@ -58,9 +58,8 @@ class CacheLoader(BaseModelLoader):  # type: ignore[misc]
         fraction = static_fraction()
         if fraction is not None and torch.device(cfg.device).type == "cuda":
             mapped, needed = (start.attachment.memory_nbytes, 0) if start.attachment is not None else (0, start.needed_nbytes())
-            # Of the engine's share of the device a draft's target has its part already, and so have the copies of this attachment.
-            mapped += leases.mapped_nbytes() + torch.cuda.memory_reserved(cfg.device)
-            make_free(start.free_up, cfg.device, wanted_nbytes(cfg.device, fraction, mapped=mapped, needed=needed))
+            wanted = wanted_nbytes(cfg.device, fraction, mapped=mapped + held_nbytes(cfg.device), needed=needed)
+            make_free(start.free_up, cfg.device, wanted)
         attachment = self.attachment = start.finish()
         leases.remember(shared=start.shared, nbytes=attachment.memory_nbytes)
         added = baseline_nbytes(attachment, own.nbytes("reserved"), fraction, start.evicted_nbytes)

@@ -13,9 +13,10 @@ import torch
 from torchwcache.attachment import Attachment
 from torchwcache.engine_memory import growth_of
 from torchwcache.engine_ranks import RankGroup
+from torchwcache_sglang import leases
 from torchwcache_sglang.context import option
 
-__all__ = ["agreed_nbytes", "baseline_nbytes", "free_nbytes", "static_fraction"]
+__all__ = ["agreed_nbytes", "baseline_nbytes", "free_nbytes", "held_nbytes", "static_fraction"]
 
 
 def baseline_nbytes(attachment: Attachment, own: int, fraction: float | None, evicted: int = 0) -> int:
@@ -46,6 +47,11 @@ def baseline_nbytes(attachment: Attachment, own: int, fraction: float | None, ev
 def free_nbytes(device: str) -> int:
     """What is free on a CUDA device now, in bytes; 0 for other devices."""
     return int(torch.cuda.mem_get_info(device)[0]) if torch.device(device).type == "cuda" else 0
+
+
+def held_nbytes(device: str) -> int:
+    """What of its share of a CUDA device this engine has already, in bytes: a draft's target, and the copies of an attachment."""
+    return leases.mapped_nbytes() + torch.cuda.memory_reserved(device)
 
 
 def agreed_nbytes(group: RankGroup, free: int, added: int) -> int:

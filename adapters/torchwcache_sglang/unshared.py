@@ -10,9 +10,8 @@ import torch
 from torchwcache.engine_memory import make_free, wanted_nbytes
 from torchwcache.memory.select import memory_for
 from torchwcache.production import free_up
-from torchwcache_sglang import leases
 from torchwcache_sglang.context import option
-from torchwcache_sglang.memory import agreed_nbytes, free_nbytes, static_fraction
+from torchwcache_sglang.memory import agreed_nbytes, free_nbytes, held_nbytes, static_fraction
 
 if TYPE_CHECKING:
     from torchwcache.engine import EngineOptions
@@ -38,9 +37,9 @@ def make_room(loader: Any, model_config: Any, options: EngineOptions) -> None:
         return
     memory = memory_for("cuda")
     device = str(memory.device)
-    free, held = free_nbytes(device), leases.mapped_nbytes() + torch.cuda.memory_reserved(device)
+    free = free_nbytes(device)
     evict = functools.partial(free_up, options.socket, memory)
-    freed = make_free(evict, device, wanted_nbytes(device, fraction, mapped=held))
+    freed = make_free(evict, device, wanted_nbytes(device, fraction, mapped=held_nbytes(device)))
     setattr(loader, _ROOM, (options.timeout_s, free, freed))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 import torch
@@ -45,10 +44,10 @@ def shapes_digest(module: nn.Module) -> str:
         at, root = roots.pop()
         if id(root) in known:
             continue
-        modules = [(f"{at}.{path}" if at else path, child) for path, child in root.named_modules() if id(child) not in known]
+        modules = [(path, child) for path, child in root.named_modules(prefix=at) if id(child) not in known]
         known.update(id(child) for _, child in modules)
-        for path, tensor in chain(root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)):
-            tensors.append((f"{at}.{path}" if at else path, tensor))
+        tensors += root.named_parameters(prefix=at, remove_duplicate=False)
+        tensors += root.named_buffers(prefix=at, remove_duplicate=False)
         for path, child in modules:
             for name, value in vars(child).items():
                 kind = type(value)
