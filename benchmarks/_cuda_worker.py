@@ -403,6 +403,114 @@ def publish_rounds(folder: str, kwargs: dict[str, int], device: str, timed: int)
             yield {"what": what, "nbytes": nbytes, "seconds": report.seconds, "checked": checked, **watch.found()}
 
 
+def publish_floor(kwargs: dict[str, int], device: str, timed: int) -> Steps:
+    """What the driver alone takes for a publish: allocate a segment, copy tensors into it, free their originals, and the next one.
+
+    No module, no manifest, no daemon; and what Python needs to get ready for a segment is not counted.
+    """
+    import _cuda_models
+    import torch
+
+    from torchwcache.memory.select import memory_for
+
+    yield get_ready(device)
+    memory, count = memory_for(device), kwargs["count"]
+    each = _cuda_models.stack_nbytes(kwargs) // count
+    aligned = -(-each // memory.alignment) * memory.alignment
+    per_segment = max(1, memory.segment_nbytes(aligned * count) // aligned)
+    for number in range(timed + 1):
+        warm = number == 0
+        rows = min(kwargs["rows"], 64) if warm else kwargs["rows"]
+        given = {**kwargs, "rows": rows}
+        wait_for_memory(device, _cuda_models.stack_nbytes(given))
+        nbytes = _cuda_models.stack_nbytes(given) // count
+        originals = [weight.view(-1).view(torch.uint8) for weight in _cuda_models.make_live(given, device).weights()]
+        seconds = {"allocate": 0.0, "copy": 0.0, "free": 0.0}
+        segments, copies = [], []
+        memory.synchronize()
+        while originals:
+            now, originals = originals[:per_segment], originals[per_segment:]
+            started = time.perf_counter()
+            segments.append(memory.allocate(len(now) * aligned, zeroed=False))
+            seconds["allocate"] += time.perf_counter() - started
+            targets = [segments[-1].tensor(i * aligned, nbytes) for i in range(len(now))]
+            started = time.perf_counter()
+            for target, original in zip(targets, now, strict=True):
+                target.copy_(original)
+            memory.synchronize()
+            copied = time.perf_counter()
+            now.clear()
+            del original
+            memory.release_freed()
+            seconds["copy"] += copied - started
+            seconds["free"] += time.perf_counter() - copied
+            copies += targets
+        shape = (given["rows"], given["width"])
+        checked = _cuda_models.check([copy.view(torch.bfloat16).view(shape) for copy in copies], given)
+        said = {"seconds": seconds, "checked": checked, "segments": len(segments)}
+        for segment in segments:
+            segment.close()
+        del segments, copies, targets, target, segment
+        memory.synchronize()
+        if not warm:
+            yield said
+
+
+def copy_beside_free(device: str, nbytes: int, count: int) -> Steps:
+    """Can a device copy while memory is freed? A thread copies all the time; ``count`` times ``nbytes`` are freed meanwhile."""
+    import torch
+    from cuda.bindings import runtime
+
+    chunk, behind = 256 << 20, 4
+    yield get_ready(device)
+    source, target = (torch.empty(4 << 30, dtype=torch.uint8, device=device).split(chunk) for _ in range(2))
+    copied, stop = 0, threading.Event()
+
+    def make() -> list[int]:
+        found = [runtime.cudaMalloc(nbytes) for _ in range(count)]
+        assert not any(int(error) for error, _ in found), found
+        return [address for _, address in found]
+
+    def free(addresses: list[int]) -> float:
+        started = time.perf_counter()
+        for address in addresses:  # the binding lets other threads run meanwhile
+            (error,) = runtime.cudaFree(address)
+            assert not int(error), error
+        return time.perf_counter() - started
+
+    def copy() -> None:
+        nonlocal copied
+        events = []
+        with torch.cuda.stream(torch.cuda.Stream()):
+            while not stop.is_set():
+                number = copied % len(source)
+                target[number].copy_(source[number])
+                events.append(torch.cuda.current_stream().record_event())
+                if len(events) > behind:
+                    events.pop(0).synchronize()
+                    copied += 1
+
+    wait_for_memory(device, nbytes * count)
+    alone_s = free(make())
+    addresses = make()
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    try:
+        while copied < 2 * behind:
+            time.sleep(0.001)
+        before, started = copied, time.perf_counter()
+        time.sleep(max(alone_s, 0.02))
+        alone_gb_s = (copied - before) * chunk / 1e9 / (time.perf_counter() - started)
+        before = copied
+        beside_s = free(addresses)
+        beside_gb_s = (copied - before) * chunk / 1e9 / beside_s
+    finally:
+        stop.set()
+        thread.join()
+    yield {"alone_s": alone_s, "beside_s": beside_s, "alone_gb_s": alone_gb_s, "beside_gb_s": beside_gb_s}
+
+
 # ---- the loop ---------------------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ import torch
 
 from torchwcache.memory.base import Memory, WritableSegment
 from torchwcache.module.capture import Captured, Placement
-from torchwcache.module.storages import StorageGroup, byte_view, tensor_extent, view_storage
+from torchwcache.module.storages import StorageGroup, byte_view, view_storage
 
 __all__ = ["SegmentWriter", "pack"]
 
@@ -119,13 +119,13 @@ def pack(captured: Captured, writer: SegmentWriter) -> list[Placement]:
     """
     memory = writer.memory
     placements: list[Placement] = []
-    copied: list[tuple[list[torch.Tensor], StorageGroup, torch.Tensor]] = []
+    moves: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def free_originals() -> None:
         memory.synchronize()  # the copies read them
-        for members, group, target in copied:
-            _move(members, group, target)
-        copied.clear()
+        for tensor, view in moves:
+            _point(tensor, view)
+        moves.clear()
         memory.release_freed()
 
     memory.synchronize()  # what the load did on other streams is there before it is copied
@@ -135,14 +135,16 @@ def pack(captured: Captured, writer: SegmentWriter) -> list[Placement]:
         members = [captured.tensors[i] for i in group.members]
         if placed is not None:
             if not shared:  # the segment is about to become read-only, and this module may write here
-                _move(members, group, byte_view_of(members, group).clone())
+                for tensor, view in _views(members, group, byte_view_of(members, group).clone()):
+                    _point(tensor, view)
             placements.append(placed)
             continue
         number, offset = writer.place(group.nbytes, zeroed=False, before_segment=free_originals)
         target = writer.segments[number].tensor(offset, group.nbytes)
         _copy(members, group, target)
         if shared:
-            copied.append((members, group, target))
+            # Now, while a device copies: once it has, everything waits for the originals to be freed.
+            moves += _views(members, group, target)
         placements.append(Placement(number, offset))
     free_originals()
     return placements
@@ -155,6 +157,10 @@ def byte_view_of(members: Sequence[torch.Tensor], group: StorageGroup) -> torch.
 
 
 def _copy(members: Sequence[torch.Tensor], group: StorageGroup, target: torch.Tensor) -> None:
+    first = members[0].untyped_storage()
+    if len(members) == 1 and first.data_ptr() <= group.start and group.end <= first.data_ptr() + first.nbytes():
+        target.copy_(byte_view_of(members, group))  # nearly all of them
+        return
     # Several torch storages may lie over the same memory; between them they cover the group.
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in members}
     for base, storage in storages.items():
@@ -162,12 +168,18 @@ def _copy(members: Sequence[torch.Tensor], group: StorageGroup, target: torch.Te
         target[start - group.start : end - group.start].copy_(byte_view(storage, start - base, end - start))
 
 
-def _move(members: Sequence[torch.Tensor], group: StorageGroup, memory: torch.Tensor) -> None:
+def _views(members: Sequence[torch.Tensor], group: StorageGroup, memory: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each tensor of a storage, with what it is to be over ``memory``, a copy of that storage."""
     storage = memory.untyped_storage()
+    found = []
     for tensor in members:
-        offset = (tensor_extent(tensor)[0] - group.start) // tensor.element_size()
+        offset = (tensor.data_ptr() - group.start) // tensor.element_size()
         view = view_storage(storage, tensor.dtype, offset, tensor.shape, tensor.stride())
         view = torch._neg_view(view) if tensor.is_neg() else view
-        view = torch.conj(view) if tensor.is_conj() else view
-        with torch.no_grad():
-            tensor.data = view  # keeps the object: whoever refers to this parameter goes on doing so
+        found.append((tensor, torch.conj(view) if tensor.is_conj() else view))
+    return found
+
+
+def _point(tensor: torch.Tensor, view: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.data = view  # keeps the object: whoever refers to this parameter goes on doing so
