@@ -290,7 +290,8 @@ def floor_attach(socket_path: str, kwargs: dict[str, int], device: str) -> Steps
     (segment,) = memory.map_all(fds, [nbytes])
     os.close(fds[0])
     mapped = time.perf_counter()
-    whole = segment.view(0, nbytes, torch.bfloat16, (nbytes // 2,), (1,))
+    flat = {"dtype": torch.bfloat16, "device": memory.device, "size": (nbytes // 2,), "stride": (1,), "storage_offset": 0}
+    (whole,) = segment.views([0], [nbytes], [0], [flat])
     views = [whole.as_strided(shape, stride, number * step // 2) for number in range(kwargs["count"])]
     segment.settle()
     done = time.perf_counter()

@@ -34,6 +34,7 @@ from torchwcache.module.capture import Captured, capture
 from torchwcache.module.classes import ClassSnapshot
 from torchwcache.module.one_at_a_time import one_at_a_time
 from torchwcache.module.pack import SegmentWriter, pack
+from torchwcache.module.tree import Tree
 from torchwcache.quantization.registry import check_tensors
 from torchwcache.wire.client import DaemonConnection
 from torchwcache.wire.messages import Commit, Hit
@@ -241,7 +242,8 @@ def needed_nbytes(memory: Memory, weights_nbytes: int) -> int:
 
 def module_nbytes(module: nn.Module) -> int:
     """Bytes of a module's parameters and buffers, meta ones too: each tensor once, and nothing for those without a shape yet."""
-    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    tables = [state[table] for state in Tree(module).states for table in ("_parameters", "_buffers")]
+    tensors = {id(tensor): tensor for table in tables for tensor in table.values() if tensor is not None}
     return sum(tensor.nbytes for tensor in tensors.values() if not is_lazy(tensor))
 
 

@@ -399,13 +399,15 @@ def test_segments_are_mapped_where_they_were(see):
 def test_what_is_made_of_a_part_of_a_segment_keeps_its_mapping(see, monkeypatch):
     fake = see()
     memory = memory_for("cuda")
-    monkeypatch.setattr(cuda, "_make_view", lambda metadata, storage: storage)  # no tensor without a GPU
+    monkeypatch.setattr(cuda, "_make_view", lambda layout, storage: storage)  # no tensor without a GPU
     with memory.allocate(4 * MIB, zeroed=False) as segment:
         found = memory.map(segment.seal(), 4 * MIB)
         found.settle()
-    part = found.view(MIB, 2 * MIB, torch.bfloat16, (1024, 1024), (1024, 1))
+    layout = {"dtype": torch.bfloat16, "device": memory.device, "size": (512,), "stride": (1,), "storage_offset": 0}
+    part, other = found.views([MIB, 0], [2 * MIB, 1024], [0, 0], [layout])
     assert (part.data_ptr(), part.nbytes(), part.device) == (found.address + MIB, 2 * MIB, memory.device)
-    del found, segment
+    assert (other.data_ptr(), other.nbytes()) == (found.address, 1024)
+    del found, segment, other
     gc.collect()
     assert len(fake.mapped()) == 1
     del part

@@ -139,6 +139,27 @@ def test_every_dtype_maps(sealed: host.HostWritableSegment, memory: HostMemory) 
         assert tensor.data_ptr() % 64 == 0
 
 
+def test_many_tensors_in_one_step_are_those_made_one_by_one(sealed: host.HostWritableSegment, memory: HostMemory) -> None:
+    segment = memory.map(sealed.seal(), sealed.nbytes)
+    layouts = [
+        {"dtype": dtype, "device": memory.device, "size": size, "stride": stride, "storage_offset": 0}
+        for dtype, size, stride in [
+            (torch.uint8, (7,), (1,)), (torch.bfloat16, (2, 3), (3, 1)), (torch.bfloat16, (3, 2), (1, 3)), (torch.int32, (), ()),
+        ]
+    ]  # fmt: skip
+    rows = [(0, 7, 0), (64, 12, 1), (128, 12, 2), (192, 4, 3), (256, 15, 1), (320, 9, 0)]  # two storages longer than their tensors
+    offsets, sizes, kinds = zip(*rows, strict=True)
+    for (offset, nbytes, kind), made in zip(rows, segment.views(offsets, sizes, kinds, layouts), strict=True):
+        layout, storage = layouts[kind], made.untyped_storage()
+        assert (made.dtype, tuple(made.shape), made.stride(), made.storage_offset()) == (
+            layout["dtype"], layout["size"], layout["stride"], 0,
+        )  # fmt: skip
+        assert storage.nbytes() == nbytes
+        raw = torch.empty(0, dtype=torch.uint8).set_(storage)
+        assert torch.equal(raw, segment.tensor(offset, nbytes, torch.uint8))
+        assert storage.data_ptr() == segment.tensor(offset, nbytes, torch.uint8).data_ptr()
+
+
 def test_out_of_bounds_is_refused(sealed: host.HostWritableSegment, memory: HostMemory) -> None:
     mapped = memory.map(sealed.seal(), MIB)
     with pytest.raises(ValueError, match="buffer"):

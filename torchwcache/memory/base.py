@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from torchwcache.config import Access
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MappedSegment", "Memory", "Seen", "WritableSegment"]
+__all__ = ["Layout", "MappedSegment", "Memory", "Seen", "WritableSegment"]
+
+Layout: TypeAlias = dict[str, Any]
+"""What a tensor is besides its storage, as torch's own functions take it: ``dtype``, ``device``, and in elements ``size``,
+``stride`` and ``storage_offset``, which is 0."""
 
 Seen: TypeAlias = Callable[[int, memoryview], None]
 """Called with an offset in a file, and the bytes that were just read there; they are used before it returns."""
@@ -77,10 +81,19 @@ class MappedSegment(Protocol):
         The tensor keeps the mapping alive; the last one to die unmaps it.
         """
 
-    def view(self, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-        """:meth:`tensor`, as a tensor of that shape and stride (in elements) over the start of its storage, in one step.
+    def views(
+        self, offsets: Sequence[int], nbytes: Sequence[int], kinds: Sequence[int], layouts: Sequence[Layout]
+    ) -> list[torch.Tensor]:
+        """Many tensors in one step: for each row one over the start of a storage of its own, as :meth:`tensor` makes it.
 
-        May be called before :meth:`settle`; the tensor may be read after it only.
+        May be called before :meth:`settle`; the tensors may be read after it only. Does not check the ranges:
+        ``manifest.validate`` did.
+
+        Args:
+            offsets: Where each storage starts, in bytes.
+            nbytes: How long it is.
+            kinds: The number of the layout of its tensor.
+            layouts: What tensors there are.
         """
 
     def is_modified(self, offset: int, nbytes: int) -> bool:

@@ -16,13 +16,14 @@ import os
 import random
 import threading
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
 
 from torchwcache.config import Access
 from torchwcache.errors import ConfigError, SegmentError, SegmentMemoryError
-from torchwcache.memory.base import Seen
+from torchwcache.memory.base import Layout, Seen
 from torchwcache.memory.cuda_driver import CudaDevice, load_driver
 from torchwcache.memory.cuda_mapping import CudaMapping, Reservation, Unmapping, create_segment, map_segments
 from torchwcache.memory.staging import StagedReads
@@ -219,12 +220,11 @@ class _Opening:
 class CudaMappedSegment:
     """A committed piece of GPU memory, mapped read-only into this process. Made by :meth:`CudaMemory.map_all`."""
 
-    __slots__ = ("_device", "_mapping", "_metadata", "_opening", "_storage", "address")
+    __slots__ = ("_device", "_mapping", "_opening", "_storage", "address")
 
     def __init__(self, storage: torch.UntypedStorage, address: int, opening: _Opening | None) -> None:
         self._storage, self.address, self._opening = storage, address, opening
         self._mapping, self._device = storage._torchwcache_mapping, storage.device  # type: ignore[attr-defined]
-        self._metadata: dict[str, Any] = {"storage_offset": 0, "device": self._device}
 
     @property
     def nbytes(self) -> int:
@@ -252,28 +252,27 @@ class CudaMappedSegment:
         self.settle()
         return _tensor(self._storage, offset, nbytes, dtype)
 
-    def view(self, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-        """:meth:`tensor`, as a tensor of that shape and stride (in elements) over the start of its storage, in one step.
-
-        Does not wait for :meth:`settle`, before which nobody may read it. Does not check the range: ``manifest.validate`` did.
-        """
-        # This is the hot loop of an attach. A storage made from its address (see ``_whole``) takes less time than a slice of the
-        # segment's; and torch's own way to make a tensor over a storage (for replaying CUDA graphs,
+    def views(
+        self, offsets: Sequence[int], nbytes: Sequence[int], kinds: Sequence[int], layouts: Sequence[Layout]
+    ) -> list[torch.Tensor]:
+        """Many tensors in one step: for each row one over the start of a storage of its own. See ``MappedSegment.views``."""
+        # This is the hot loop of an attach, and runs in C but for one line. A storage made from its address (see ``_whole``) takes
+        # less time than a slice of the segment's; and torch's own way to make a tensor over a storage (for replaying CUDA graphs,
         # ``torch/_inductor/cudagraph_trees.py``) half the time of ``set_``.
-        storage: Any = _construct_storage(self.address + offset, self._device, nbytes)
-        storage._torchwcache_mapping = self._mapping
-        metadata = self._metadata
-        metadata["dtype"], metadata["size"], metadata["stride"] = dtype, shape, stride
-        return _make_view(metadata, storage)
+        storages: list[Any] = list(map(_construct_storage, map(self.address.__add__, offsets), repeat(self._device), nbytes))
+        mapping = self._mapping
+        for storage in storages:
+            storage._torchwcache_mapping = mapping
+        return list(map(_make_view, map(layouts.__getitem__, kinds), storages))
 
     def is_modified(self, offset: int, nbytes: int) -> bool:
         """Never: a write fails."""
         return False
 
 
-def _set_view(metadata: dict[str, Any], storage: torch.UntypedStorage) -> torch.Tensor:
-    empty = torch.empty(0, dtype=metadata["dtype"], device=metadata["device"])
-    return empty.set_(storage, 0, metadata["size"], metadata["stride"])
+def _set_view(layout: Layout, storage: torch.UntypedStorage) -> torch.Tensor:
+    empty = torch.empty(0, dtype=layout["dtype"], device=layout["device"])
+    return empty.set_(storage, 0, layout["size"], layout["stride"])
 
 
 _make_view = getattr(torch._C, "_construct_CUDA_Tensor_From_Storage_And_Metadata", _set_view)

@@ -24,7 +24,7 @@ import torch
 from torchwcache.config import Access
 from torchwcache.errors import SegmentError, SegmentMemoryError
 from torchwcache.memory.available import available_nbytes
-from torchwcache.memory.base import Seen
+from torchwcache.memory.base import Layout, Seen
 from torchwcache.memory.files_left import file_limit_error
 from torchwcache.memory.reading import read_exactly, view_of_memory
 from torchwcache.memory.seals import REQUIRED_SEALS, check_sealed
@@ -241,14 +241,23 @@ class HostMappedSegment:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._mapping, dtype=dtype, count=nbytes // dtype.itemsize, offset=offset)
 
-    def view(self, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-        """:meth:`tensor`, as a tensor of that shape and stride (in elements) over the start of its storage, in one step."""
-        if nbytes == 0:
-            return torch.empty_strided(shape, stride, dtype=dtype)
-        count = nbytes // dtype.itemsize
-        flat = torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=offset)
-        whole = len(shape) == 1 and shape[0] == count and stride[0] == 1
-        return flat if whole else flat.as_strided_(shape, stride)
+    def views(
+        self, offsets: Sequence[int], nbytes: Sequence[int], kinds: Sequence[int], layouts: Sequence[Layout]
+    ) -> list[torch.Tensor]:
+        """Many tensors in one step: for each row one over the start of a storage of its own. See ``MappedSegment.views``."""
+        parts = {kind: _parts(layouts[kind]) for kind in set(kinds)}
+        mapping, made = self._mapping, []
+        for offset, size, kind in zip(offsets, nbytes, kinds, strict=True):
+            dtype, itemsize, shape, stride = parts[kind]
+            count, rest = divmod(size, itemsize)
+            if rest:  # bytes at the end that are no whole element belong to the storage, too
+                storage = self.tensor(offset, size, torch.uint8).untyped_storage()
+                made.append(torch.empty(0, dtype=dtype).set_(storage, 0, shape, stride))
+                continue
+            flat = torch.frombuffer(mapping, dtype=dtype, count=count, offset=offset)
+            whole = len(shape) == 1 and shape[0] == count and stride[0] == 1
+            made.append(flat if whole else flat.as_strided_(shape, stride))
+        return made
 
     def is_modified(self, offset: int, nbytes: int) -> bool:
         """Whether this process wrote to those bytes of its mapping.
@@ -260,6 +269,10 @@ class HostMappedSegment:
         mine = torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=offset)
         published = torch.frombuffer(self._pristine, dtype=torch.uint8, count=nbytes, offset=offset)
         return not torch.equal(mine, published)
+
+
+def _parts(layout: Layout) -> tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]:
+    return layout["dtype"], layout["dtype"].itemsize, layout["size"], layout["stride"]
 
 
 class HostMemory:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import compress, groupby
 
 import torch
 from torch import nn
 
 from torchwcache.manifest import Manifest, TensorKind
-from torchwcache.memory.base import MappedSegment
+from torchwcache.memory.base import Layout, MappedSegment
 from torchwcache.module.storages import view_storage
 
 __all__ = ["make_tensors"]
@@ -32,27 +33,24 @@ def make_tensors(
         classes: The tensor classes that the manifest names, but for ``torch.Tensor`` and ``torch.nn.Parameter``.
         requires_grad: Give tensors the ``requires_grad`` that they had when they were published; without it none requires grad.
     """
-    tensors, storages, parameter = manifest.tensors, manifest.storages, nn.Parameter
-    kinds = [_kind_in_torch(kind) for kind in tensors.kinds]
-    views = [segment.view for segment in segments]
-    places = list(zip(map(views.__getitem__, storages.segment), storages.offset, storages.nbytes, strict=True))
-    made: list[torch.Tensor] = []
+    tensors = manifest.tensors
     # Nothing here is to be differentiated through; not asking autograd about every step saves a tenth of the time.
     with torch._C._AutoDispatchBelowAutograd():
         unusual = _Unusual(manifest, segments, device)
         apart = unusual.numbers
-        for number, (kind, storage) in enumerate(zip(tensors.kind, tensors.storage, strict=True)):
-            dtype, itemsize, shape, stride, is_parameter = kinds[kind]
-            if number in apart:
-                tensor = unusual.make(number)
-            else:
-                view, offset, nbytes = places[storage]
-                tensor = unusual.make(number) if nbytes % itemsize else view(offset, nbytes, dtype, shape, stride)
-            if is_parameter:
-                # As torch itself makes one (``UninitializedParameter.materialize``) where nobody else has the tensor: without the
-                # second tensor over the same memory that ``nn.Parameter(tensor)`` makes.
-                tensor.__class__ = parameter
-            made.append(tensor)
+        if not apart:
+            made = _usual(manifest, segments, tensors.kind, tensors.storage, device)
+        else:
+            numbers = [number for number in range(len(tensors)) if number not in apart]
+            kinds, places = [tensors.kind[number] for number in numbers], [tensors.storage[number] for number in numbers]
+            found = {number: unusual.make(number) for number in apart}
+            found.update(zip(numbers, _usual(manifest, segments, kinds, places, device), strict=True))
+            made = [found[number] for number in range(len(tensors))]
+    # As torch itself makes a parameter (``UninitializedParameter.materialize``) where nobody else has the tensor: without the
+    # second tensor over the same memory that ``nn.Parameter(tensor)`` makes.
+    parameter, is_parameter = nn.Parameter, [kind.cls == "Parameter" for kind in tensors.kinds]
+    for tensor in made if all(is_parameter) else compress(made, map(is_parameter.__getitem__, tensors.kind)):
+        tensor.__class__ = parameter
     unfinished = {number for number, kind in enumerate(tensors.kinds) if _is_unfinished(kind, requires_grad)}
     if unfinished:
         for number, kind in enumerate(tensors.kind):
@@ -61,9 +59,25 @@ def make_tensors(
     return made
 
 
-def _kind_in_torch(kind: TensorKind) -> tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...], bool]:
-    dtype: torch.dtype = getattr(torch, kind.dtype)
-    return dtype, dtype.itemsize, kind.shape, kind.stride, kind.cls == "Parameter"
+def _usual(
+    manifest: Manifest, segments: Sequence[MappedSegment], kinds: Sequence[int], numbers: Sequence[int], device: torch.device
+) -> list[torch.Tensor]:
+    """Tensors that are all of one storage each: that of ``numbers``, which come segment by segment nearly always."""
+    storages = manifest.storages
+    layouts = [_layout(kind, device) for kind in manifest.tensors.kinds]
+    where, offsets, nbytes = (
+        list(map(column.__getitem__, numbers)) for column in (storages.segment, storages.offset, storages.nbytes)
+    )
+    made: list[torch.Tensor] = []
+    for segment, run in groupby(where):
+        rows = slice(len(made), len(made) + len(list(run)))
+        made += segments[segment].views(offsets[rows], nbytes[rows], kinds[rows], layouts)
+    return made
+
+
+def _layout(kind: TensorKind, device: torch.device) -> Layout:
+    dtype = getattr(torch, kind.dtype)
+    return {"dtype": dtype, "device": device, "size": kind.shape, "stride": kind.stride, "storage_offset": 0}
 
 
 class _Unusual:

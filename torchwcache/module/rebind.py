@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import chain
-from operator import itemgetter
+from itertools import chain, repeat
+from operator import contains, itemgetter, setitem
 from typing import Any
 
 import torch
@@ -90,6 +91,10 @@ def rebind(
             return _Rebinding(module, manifest, segments, device, requires_grad, ExitStack() if undo is None else undo).run()
     finally:
         if was_enabled:
+            if not gc.get_freeze_count():  # what somebody froze would be thawed
+                # Nor would the next collection, which would walk through all of them, find anything: this makes them old at once.
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
@@ -400,19 +405,24 @@ def _fill(
     states: list[dict[str, Any]], table: str, columns: Sequence[tuple[str, Sequence[int]]], tensors: list[torch.Tensor | None]
 ) -> None:
     """Put tensors into one table of modules of one kind: under each name what the column has for each module."""
-    tables: Iterable[dict[str, torch.Tensor | None]] = map(itemgetter(table), states)
+    tables: list[dict[str, torch.Tensor | None]] = list(map(itemgetter(table), states))
     if not columns and not any(tables):
         return
-    tables = [state[table] for state in states]
     names = tuple([name for name, _ in columns])
-    if set(map(tuple, tables)) != {names}:
+    if not _all_have(tables, names):
         for entries in tables:
             if tuple(entries) != names:
                 entries.clear()
     for name, column in columns:
-        for entries, index in zip(tables, column, strict=True):
-            # Under the key that is there: torch's own, which is found by identity. A replaced value is no change of the dict.
-            entries[name] = tensors[index]
+        # Under the key that is there: torch's own, which is found by identity. A replaced value is no change of the dict.
+        deque(map(setitem, tables, repeat(sys.intern(name)), map(tensors.__getitem__, column)), maxlen=0)
+
+
+def _all_have(tables: Sequence[dict[str, Any]], names: tuple[str, ...]) -> bool:
+    """Whether all tables have just these names, in this order."""
+    if len(names) == 1:  # no order: that is found out in a third of the time
+        return set(map(len, tables)) == {1} and all(map(contains, tables, repeat(sys.intern(names[0]))))
+    return set(map(tuple, tables)) == {names}
 
 
 def _fill_sets(states: list[dict[str, Any]], names: set[str]) -> None:
