@@ -163,7 +163,8 @@ def tables_text(result: Mapping[str, Any], tables: Sequence[Table], *, heading: 
     for table in tables:
         rows = [row for row in result["rows"] if row["kind"] == table.kind]
         if rows:
-            parts += [f"{heading} {table.title}", *([table.text] if table.text else []), markdown_table(table.columns, rows)]
+            columns = {key: name for key, name in table.columns.items() if any(key in row for row in rows)}
+            parts += [f"{heading} {table.title}", *([table.text] if table.text else []), markdown_table(columns, rows)]
     return "\n\n".join(parts)
 
 
@@ -180,6 +181,7 @@ def section(result: Mapping[str, Any], *, title: str, text: str, tables: Sequenc
     ]
     if max(machine["load_average_at_start"], machine["load_average_at_end"]) > machine["cores"]:
         facts.append("**Other work kept the cores busy meanwhile**: times are longer than they would be, and ratios are uncertain.")
+    facts += _python(result["rows"])
     missed = [target["name"] for target in result["targets"] if not target["met"]]
     facts.append(f"Targets missed: {'; '.join(missed)}." if missed else "All targets are met.")
     return "\n\n".join([f"## {title}", text, "\n".join(f"- {fact}" for fact in facts), tables_text(result, tables, heading="###")])
@@ -192,6 +194,17 @@ def _gpu(machine: Mapping[str, Any]) -> list[str]:
     persistence = f", persistence mode {gpu['persistence_mode'].lower()}" if gpu.get("persistence_mode") else ""
     memory = f"{shown(gpu['memory_gib'])} GiB" if gpu.get("memory_gib") else "unknown memory"
     return [f"GPU: {gpu['name']}, {memory}, driver {gpu.get('driver') or 'unknown'}, CUDA {gpu.get('cuda')}{persistence}."]
+
+
+def _python(rows: Sequence[Row]) -> list[str]:
+    times = [row["python_ms"] for row in rows if "python_ms" in row]
+    if not times:
+        return []
+    return [
+        f"A fixed piece of Python, run just before each measurement, took {shown(min(times))} to {shown(max(times))} ms (medians "
+        "of each row): on a shared machine everything may take twice as long for minutes. Each measurement waited, for some "
+        "seconds at most, until it took no longer than 1.2 times its least so far."
+    ]
 
 
 def _priority(machine: Mapping[str, Any]) -> str:

@@ -142,6 +142,7 @@ class Bench:
             "us_per_tensor": [value / case.tensors * 1e6 for value in placed],
             "build_ms": [ms(run["seconds"]["build"]) for run in runs],
             "all_ms": [ms(run["ready_s"]) for run in runs],
+            "python_ms": [run["python_ms"] for run in runs],
         }
         first = runs[0]
         more = {"mapped_gib": first["mapped_nbytes"] / GIB, "copied_nbytes": first["copied_nbytes"]}
@@ -165,6 +166,7 @@ class Bench:
             runs = harness.measured(f"{side}_attach", case.repeats, prepare, early=early, started=clients, **same)
         values = {f"{name}_ms": [ms(run[f"{name}_s"]) for run in runs] for name in (*phases, "placed")}
         values["us_per_tensor"] = [run["placed_s"] / case.tensors * 1e6 for run in runs]
+        values["python_ms"] = [run["python_ms"] for run in runs]
         return harness.row(side, case.what, values)
 
     def compute(self) -> None:
@@ -245,7 +247,7 @@ TABLES = [
         columns={
             **WHAT, "segments": "Segments", "fingerprint_ms": "Fingerprint", "connect_ms": "Connect", "wait_ms": "Round trip",
             "map_ms": "Map", "rebind_ms": "Rebind", "placed_ms": "Placed", "build_ms": "Build", "all_ms": "The whole call",
-            "same_addresses": "At the producer's addresses",
+            "same_addresses": "At the producer's addresses", "python_ms": "Python",
         },
     ),
     Table(
@@ -254,7 +256,7 @@ TABLES = [
         text="Milliseconds: receive all handles in one message, open each, put each tensor into the module.",
         columns={
             **WHAT, "receive_ms": "Receive", "open_ms": "Open", "assign_ms": "Assign", "placed_ms": "Placed",
-            "us_per_tensor": "us a tensor",
+            "us_per_tensor": "us a tensor", "python_ms": "Python",
         },
     ),
     Table(
@@ -263,7 +265,7 @@ TABLES = [
         text="Milliseconds: receive one descriptor, map it once, make the views.",
         columns={
             **WHAT, "receive_ms": "Receive", "map_ms": "Map", "views_ms": "Views", "placed_ms": "Placed",
-            "us_per_tensor": "us a tensor",
+            "us_per_tensor": "us a tensor", "python_ms": "Python",
         },
     ),
     Table(

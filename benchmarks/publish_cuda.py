@@ -8,6 +8,7 @@ the memory, which takes time to look at. Needs 110 GiB of GPU memory; about two 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,17 @@ class Bench:
     def case(self, case: Case) -> None:
         harness = self.harness
         same = {"folder": str(harness.folder), "kwargs": case.kwargs, "device": harness.device, "timed": case.repeats}
-        with harness.worker("publish_rounds", **same) as worker:
+        with (
+            harness.worker("publish_rounds", **same) as worker,
+            harness.worker("publish_floor", kwargs=case.kwargs, device=harness.device, timed=case.repeats) as driver,
+        ):
             harness.note_gpu(worker.step())
-            runs = [worker.step() for _ in range(case.repeats)]
+            driver.step()
+            runs, floor = [], []
+            for _ in range(case.repeats):  # by turns: both sides see the machine as fast as it is just then
+                runs.append(worker.step())
+                floor.append(driver.step())
+            driver.close()
             memory = worker.step()
         assert [run["what"] for run in (*runs, memory)] == ["time"] * case.repeats + ["memory"]
         gb = memory["nbytes"] / 1e9
@@ -71,6 +80,7 @@ class Bench:
             ms(run["split"]["pack"] - run["split"]["allocate"] - run["split"]["release"]) for run in runs
         ]  # and pointing the module's tensors at the copies
         values["commit_ms"] = [ms(run["seconds"]["publish"] - run["split"]["pack"] - run["split"]["seal"]) for run in runs]
+        values["python_ms"] = [run["python_ms"] for run in runs]
         row = harness.row("publish", {**case.what, "segments": memory["segments"]}, values)
         row |= {"gb_per_s": gb / row["publish_ms"] * 1e3, "pack_gb_per_s": gb / row["pack_ms"] * 1e3}
         extra = self.report.add(
@@ -79,22 +89,18 @@ class Bench:
             extra_gib=memory["extra_nbytes"] / GIB, in_segments=round(memory["extra_nbytes"] / memory["segment_nbytes"], 2),
         )  # fmt: skip
         harness.say(f"  {row['gb_per_s']:,.0f} GB/s; {extra}")
-        self.floor(case, gb)
+        self.floor(case, gb, floor)
         if case.nbytes == self.plan.cases[-1].nbytes:
             rate = Target(name=f"{case}: publish", target=1000.0, measured=row["gb_per_s"], unit="GB/s", at_least=True)
             self.report.targets.append(rate)
         beside = Target(name=f"{case}: memory beside the weights", target=1.0, measured=extra["in_segments"], unit="segments")
         self.report.targets.append(beside)
 
-    def floor(self, case: Case, gb: float) -> None:
-        harness = self.harness
-        with harness.worker("publish_floor", kwargs=case.kwargs, device=harness.device, timed=case.repeats) as worker:
-            worker.step()
-            runs = [worker.step() for _ in range(case.repeats)]
+    def floor(self, case: Case, gb: float, runs: Sequence[dict[str, Any]]) -> None:
         values = {f"{name}_ms": [ms(run["seconds"][name]) for run in runs] for name in ("allocate", "copy", "free")}
         values["all_ms"] = [ms(sum(run["seconds"].values())) for run in runs]
         values["copy_free_ms"] = [ms(run["seconds"]["copy"] + run["seconds"]["free"]) for run in runs]
-        row = harness.row("floor", {**case.what, "segments": runs[0]["segments"]}, values)
+        row = self.harness.row("floor", {**case.what, "segments": runs[0]["segments"]}, values)
         row |= {"gb_per_s": gb / row["all_ms"] * 1e3, "copy_free_gb_per_s": gb / row["copy_free_ms"] * 1e3}
 
     def beside(self, nbytes: int, count: int) -> None:
@@ -125,7 +131,8 @@ TABLES = [
         title="What the driver alone takes",
         text="The same copies into segments of the same size, and freeing the same originals before the next segment is made, "
         "with no module around them, in milliseconds. Who keeps the memory beside the weights at one segment is not faster than "
-        "that: the originals must be gone before the next segment is made, and the next table shows what is copied meanwhile.",
+        "that, but for noise: the originals must be gone before the next segment is made, and the next table shows what is copied "
+        "meanwhile.",
         columns={
             **WHAT, "segments": "Segments", "allocate_ms": "Allocate", "copy_ms": "Copy", "free_ms": "Free", "all_ms": "All",
             "gb_per_s": "All, GB/s", "copy_free_gb_per_s": "Copy and free alone, GB/s",

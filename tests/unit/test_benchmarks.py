@@ -186,3 +186,18 @@ def test_a_worker_goes_on_when_told_and_says_why_it_failed(imported: Any, tmp_pa
         with pytest.raises(harness.WorkerError, match="no luck"):
             worker.step()
     assert worker.process.returncode == 1
+
+
+def test_a_measurement_waits_for_a_quiet_moment_but_not_for_ever(imported: Any, tmp_path: Path) -> None:
+    worker, path = imported("_cuda_worker"), tmp_path / "quiet.json"
+    first = worker.wait_for_quiet(path)
+    assert first["python_ms"] > 0
+    assert json.loads(path.read_text())["least_ms"] == first["python_ms"]
+    path.write_text(json.dumps({"least_ms": first["python_ms"] / 1000, "left_s": 0.3}))  # as if the machine had been much faster
+    assert worker.wait_for_quiet(path)["waited_s"] >= 0.3
+    left = json.loads(path.read_text())
+    assert left["left_s"] == 0.0, "what a run may wait in all is used up"
+    assert left["least_ms"] == first["python_ms"] / 1000
+    path.write_text(json.dumps({"least_ms": 1e9, "left_s": 0.0}))
+    found = worker.wait_for_quiet(path)
+    assert json.loads(path.read_text())["least_ms"] == found["python_ms"]
