@@ -79,6 +79,13 @@ class Named(dict[str, Any]):
 
 
 _ANCHOR = Plain(None)
+_KEPT: deque[Any] = deque(maxlen=1)
+
+
+def _dict_of_an_object_that_lives(tensor: torch.Tensor) -> dict[str, Any]:
+    _KEPT.append(Plain(tensor))
+    return vars(_KEPT[0])
+
 
 PLACES = {
     "itself": lambda tensor: tensor,
@@ -108,6 +115,7 @@ PLACES = {
     "module that is not registered": lambda tensor: [_with_attribute(nn.Linear(1, 1), tensor)],
     "dict key": lambda tensor: {tensor: 1},
     "class instance's dict": lambda tensor: vars(Plain(tensor)),
+    "dict of an object that lives": _dict_of_an_object_that_lives,
     "generator": lambda tensor: (value for value in [tensor]),
     "what a weak reference calls": lambda tensor: weakref.ref(_ANCHOR, _closure(tensor)),
     "cycle": _cycle,
@@ -155,6 +163,22 @@ def test_what_every_module_has_is_no_hiding_place(name: str, table: type[Any]) -
         before = module[150].__dict__[name]
         module[150].__dict__[name] = table(before if isinstance(before, dict) else {})
         module[150].__dict__[name].kept = torch.zeros(1, device=device)
+        assert both(module) is (device == "meta")
+
+
+@pytest.mark.parametrize("attributes", [1, 8, 16, 64])
+def test_however_much_a_module_holds(attributes: int) -> None:
+    for device in ("meta", "cpu"):
+        module = nn.Sequential(*(nn.Linear(1, 1) for _ in range(3)))
+        for number in range(attributes):
+            setattr(module[1], f"attribute_{number}", [torch.zeros(1, device=device)] if number == attributes - 1 else number)
+        assert both(module) is (device == "meta")
+
+
+def test_a_key_of_a_modules_own_dict_is_found() -> None:
+    for device in ("meta", "cpu"):
+        module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        vars(module[1])[torch.zeros(1, device=device)] = 1
         assert both(module) is (device == "meta")
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
 import types
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -31,6 +33,11 @@ _BATCH = 50
 """So many modules are asked about at once: few enough that the second look at what they hold finds it in the core's cache."""
 
 
+# From Python 3.13 on, what an object's ``__dict__`` holds lies in the object, and the collector lists it for the object only: of
+# such a dict it says that it leads nowhere.
+_VALUES_IN_OBJECTS = sys.version_info >= (3, 13)
+
+
 def _function_parts(function: types.FunctionType) -> list[Any]:
     return [function.__closure__, function.__defaults__, function.__kwdefaults__, function.__dict__]
 
@@ -42,7 +49,8 @@ def _holds_meta(objects: list[Any], seen: set[int]) -> bool:
     """
     tensor_types: dict[type, bool] = {}
     while objects:
-        found = []
+        found: list[Any] = []
+        contents: list[Any] = []
         for obj in objects:
             cls = type(obj)
             if cls is OrderedDict:
@@ -71,8 +79,10 @@ def _holds_meta(objects: list[Any], seen: set[int]) -> bool:
                 seen.update(map(id, parts))
                 found += parts
                 continue
+            elif _VALUES_IN_OBJECTS and cls is dict:
+                contents += obj.values()
             found.append(obj)
-        objects = gc.get_referents(*found)
+        objects = gc.get_referents(*found) + contents
     return False
 
 
@@ -107,7 +117,7 @@ def tree_holds_meta(tree: Tree, held: Sequence[tuple[Sequence[dict[str, Any]], S
 
 def _leading_elsewhere(states: Sequence[dict[str, Any]], tensors: Sequence[torch.Tensor | None], modules: set[int]) -> list[Any]:
     """All that these modules hold if any of it leads to something that is neither known nor a plain value, else nothing."""
-    held = gc.get_referents(*states)
+    held = _held(states)
     found = gc.get_referents(*held)
     if len(found) == len(tensors) and all(map(is_, found, tensors)):
         return []  # as it is in modules without children
@@ -115,6 +125,15 @@ def _leading_elsewhere(states: Sequence[dict[str, Any]], tensors: Sequence[torch
     if not strange or all(type(obj) in ATOMIC_TYPES for obj in found if id(obj) in strange):
         return []
     return held
+
+
+def _held(states: Sequence[dict[str, Any]]) -> list[Any]:
+    """What lies in the ``__dict__`` of modules; keys too, if one of them is no string."""
+    listed = gc.get_referents(*states)
+    if not _VALUES_IN_OBJECTS:
+        return listed
+    values = list(chain.from_iterable(map(dict.values, states)))
+    return [*values, *listed] if listed else values  # nothing is listed unless a dict has outgrown its object, or has other keys
 
 
 def find_meta_tensors(root: nn.Module, limit: int = 100) -> list[str]:
