@@ -1,6 +1,7 @@
 # Everything happens in a virtual environment of its own. `make` alone prepares it.
 #
 #   VENV        where it is                                    (.venv)
+#   PYTHON      the interpreter to make it with, such as python3.13: `make test VENV=.venv-3.13 PYTHON=python3.13`
 #   VENV_FLAGS  for `python -m venv`: with --system-site-packages a torch that the image brings is used as it is
 #   TORCH_SPEC  what to install when no torch is importable there: `torch` as constraints.txt pins it. On most machines the default
 #               index serves torch with several GB of CUDA libraries; for a small CPU one name an index that has it:
@@ -8,6 +9,7 @@
 #   PYTEST      extra arguments for pytest, such as PYTEST="-k seal -x"
 
 VENV ?= .venv
+PYTHON ?=
 VENV_FLAGS ?=
 TORCH_SPEC ?= torch -c constraints.txt
 EXTRAS := dev,docs,demo
@@ -29,7 +31,7 @@ venv: $(PY)
 
 # The first interpreter that works and is new enough: a name on the PATH may be a shim without a version behind it.
 $(PY):
-	@for python in python3 python3.11 python3.12 python3.13 python3.14; do \
+	@for python in $(or $(PYTHON),python3 python3.11 python3.12 python3.13 python3.14); do \
 	  if $$python -c 'import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' >/dev/null 2>&1; then \
 	    echo "creating $(VENV) with $$python"; exec $$python -m venv $(VENV_FLAGS) $(VENV); \
 	  fi; \
