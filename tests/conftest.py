@@ -20,6 +20,13 @@ from torchwcache.wire.client import DaemonConnection
 
 TIMEOUT_S = 20.0
 
+with contextlib.suppress(ImportError):  # the engines' environments lack it
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes is the machine's business: no test asserts a time.
+    settings.register_profile("no times", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("no times")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-architectures", action="store_true", help="write docs/architectures.md from what comes out")

@@ -41,7 +41,7 @@ def step(magnitude: torch.Tensor) -> torch.Tensor:
     return torch.exp2(exponent.clamp(min=-6) - 3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(weights())
 def test_the_error_is_at_most_half_a_step(case: tuple[torch.Tensor, tuple[int, int]]) -> None:
     weight, block = case
@@ -55,7 +55,7 @@ def test_the_error_is_at_most_half_a_step(case: tuple[torch.Tensor, tuple[int, i
     assert (scales >= torch.finfo(torch.float32).tiny).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(weights())
 def test_quantizing_again_changes_little_and_the_largest_nothing(case: tuple[torch.Tensor, tuple[int, int]]) -> None:
     weight, block = case
@@ -69,7 +69,7 @@ def test_quantizing_again_changes_little_and_the_largest_nothing(case: tuple[tor
     assert torch.equal(twice.float()[largest], quantized.float()[largest])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(weights(), st.integers(1, 5))
 def test_a_layer_is_within_the_error_that_its_weight_has(case: tuple[torch.Tensor, tuple[int, int]], tokens: int) -> None:
     weight, block = case

@@ -170,7 +170,7 @@ def _fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
         raw.copy_(torch.randint(0, 2 if tensor.dtype is torch.bool else 120, raw.shape, generator=generator, dtype=torch.uint8))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.data_too_large])
 @given(spec=specs, requires_grad=st.booleans(), construction=st.sampled_from(["meta", "parameters-meta"]))
 def test_attached_is_loaded(spec: Spec, requires_grad: bool, construction: str) -> None:
     def build() -> Node:
@@ -194,7 +194,7 @@ def test_attached_is_loaded(spec: Spec, requires_grad: bool, construction: str) 
     assert report.mapped_nbytes + report.copied_nbytes == sum(s.nbytes for s in publication.manifest().storages)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.data_too_large])
 @given(spec=specs, attribute=names, opaque=st.sampled_from([object, lambda: iter([1]), lambda: lambda: 1, lambda: [object()]]))
 def test_what_cannot_be_carried_is_refused(spec: Spec, attribute: str, opaque: Any) -> None:
     loaded = Node(spec)

@@ -275,7 +275,7 @@ class CudaMachine(RuleBasedStateMachine):
 
 
 class TestCuda(CudaMachine.TestCase):
-    settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+    settings = settings(max_examples=150, stateful_step_count=40)
 
 
 # ---- the machine can fail ----------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def test_the_machine_finds(broken):
         make_unmapping = broken
 
     Broken.TestCase.settings = settings(
-        max_examples=300, stateful_step_count=40, deadline=None, database=None, phases=[Phase.generate], report_multiple_bugs=False
+        max_examples=300, stateful_step_count=40, database=None, phases=[Phase.generate], report_multiple_bugs=False
     )
     with pytest.raises((AssertionError, ExceptionGroup)):
         Broken.TestCase().runTest()

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from torchwcache.hashed_reads import HashedReads
@@ -88,7 +88,6 @@ class Reading:
         assert failures == []
 
 
-@settings(deadline=None)
 @given(what=files_and_reads(), threads=st.integers(1, 4))
 def test_the_digest_is_that_of_a_plain_read(what: tuple[bytes, list[tuple[int, int]]], threads: int) -> None:
     data, reads = what
@@ -100,7 +99,6 @@ def test_the_digest_is_that_of_a_plain_read(what: tuple[bytes, list[tuple[int, i
             assert identity.finish() == Content("full", plain_content("", data))
 
 
-@settings(deadline=None)
 @given(what=files_and_reads())
 def test_what_passed_by_is_not_read_again(what: tuple[bytes, list[tuple[int, int]]]) -> None:
     data, reads = what
@@ -123,7 +121,6 @@ def test_what_passed_by_is_not_read_again(what: tuple[bytes, list[tuple[int, int
     assert sorted(again) == sorted(missed)
 
 
-@settings(deadline=None)
 @given(what=files_and_reads(), wrong=st.data())
 def test_other_bytes_give_another_digest(what: tuple[bytes, list[tuple[int, int]]], wrong: st.DataObject) -> None:
     """What is hashed is what was handed in, not what the file holds now."""

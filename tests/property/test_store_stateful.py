@@ -272,7 +272,7 @@ class _Asked:
         self.key = key
 
 
-StoreMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+StoreMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=40)
 TestStore = StoreMachine.TestCase
 
 

@@ -748,7 +748,7 @@ def test_modules_of_every_kind_compute_the_same(build: Callable[[], nn.Module]) 
         assert all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_script_module_is_refused() -> None:
     loaded = torch.jit.script(nn.Linear(2, 2)).eval()
     assert "ScriptModule" in problems_of(loaded, lambda: torch.jit.script(nn.Linear(2, 2)))["(root)"]

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.roundtrip import Publication, capture_loaded
 from torch import nn
@@ -280,7 +280,6 @@ def encoded(items: Any) -> bytes:
     return msgspec.msgpack.encode(list(items))
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(storages, max_size=5), st.lists(tensors, max_size=5), st.lists(modules, max_size=5))
 def test_tables_give_back_what_went_into_them(
     in_storages: list[StorageSpec], in_tensors: list[TensorSpec], in_modules: list[ModuleSpec]

@@ -398,7 +398,7 @@ def test_a_draft_is_accounted_for_where_the_kv_cache_is_sized(asks: bool, nbytes
     assert target.pre_model_load_memory == after
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     free=st.integers(1 << 36, 1 << 37), taken=st.integers(1, 1 << 36), more=st.integers(-(1 << 26), 1 << 26),
     copied=st.integers(0, 1 << 24), fraction=st.floats(0.05, 0.98), source=st.sampled_from(["cache", "waited", "disk"]),
