@@ -47,6 +47,9 @@ from torchwcache.module.tree import Group, Tree
 
 __all__ = ["RebindReport", "rebind"]
 
+_FEW_FROZEN = 1000
+"""Python 3.12 begins with some hundred frozen objects of its own. Who freezes a process that has torch in it freezes far more."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RebindReport:
@@ -91,7 +94,7 @@ def rebind(
             return _Rebinding(module, manifest, segments, device, requires_grad, ExitStack() if undo is None else undo).run()
     finally:
         if was_enabled:
-            if not gc.get_freeze_count():  # what somebody froze would be thawed
+            if gc.get_freeze_count() < _FEW_FROZEN:  # what somebody froze would be thawed
                 # Nor would the next collection, which would walk through all of them, find anything: this makes them old at once.
                 gc.freeze()
                 gc.unfreeze()
