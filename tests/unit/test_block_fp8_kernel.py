@@ -364,6 +364,7 @@ def test_gradients_are_those_of_the_dequantized_weight(
     assert layer.weight.grad is None
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch 2.14, in its own check
 def test_the_operator_is_well_formed(calls: list[tuple[int, ...]]) -> None:
     _, weight, scales = make_weight(256, 128)
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")  # the fourth cannot multiply float8
@@ -372,6 +373,7 @@ def test_the_operator_is_well_formed(calls: list[tuple[int, ...]]) -> None:
         torch.library.opcheck(block_fp8_layers._operator, (x, weight, scales, 128, 128, bias), test_utils=checks)
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower:RuntimeWarning")  # on Python 3.13.0
 @pytest.mark.parametrize("kernel", [True, False])
 def test_it_compiles_as_one_graph_and_gives_the_same_bits(kernel: bool, request: pytest.FixtureRequest) -> None:
     made = request.getfixturevalue("calls") if kernel else []
