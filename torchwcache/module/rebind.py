@@ -91,13 +91,14 @@ def rebind(
     gc.disable()
     try:
         with torch.inference_mode(mode=False), torch._C.DisableTorchFunction():
-            return _Rebinding(module, manifest, segments, device, requires_grad, ExitStack() if undo is None else undo).run()
+            report = _Rebinding(module, manifest, segments, device, requires_grad, ExitStack() if undo is None else undo).run()
+        if was_enabled and gc.get_freeze_count() < _FEW_FROZEN:  # what somebody froze would be thawed
+            # Nor would the next collection, which would walk through all of them, find anything: this makes them old at once.
+            gc.freeze()
+            gc.unfreeze()
+        return report
     finally:
         if was_enabled:
-            if gc.get_freeze_count() < _FEW_FROZEN:  # what somebody froze would be thawed
-                # Nor would the next collection, which would walk through all of them, find anything: this makes them old at once.
-                gc.freeze()
-                gc.unfreeze()
             gc.enable()
 
 
