@@ -177,6 +177,8 @@ def socket_folder() -> Iterator[Path]:
     """A private folder whose path is short enough for sockets, which pytest's own is not always."""
     folder = Path(tempfile.mkdtemp(prefix="twc-", dir="/tmp"))
     yield folder
+    for path in folder.rglob("daemon.sock"):  # also those of commands that were killed, such as a demo that took too long
+        end_daemon(str(path))
     shutil.rmtree(folder, ignore_errors=True)
 
 
