@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import _report
+from _cuda_worker import QUIET_FILE
 from _report import Report, spread
 
 from torchwcache.daemon.supervisor import start_daemon
@@ -126,7 +127,7 @@ class Harness:
         self.environ = {name: value for name, value in os.environ.items() if not name.startswith("TORCHWCACHE_")}
         self.environ |= {"TORCHWCACHE_SOCKET": self.socket, "XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
         self.environ |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-        self.environ["TORCHWCACHE_BENCH_QUIET"] = str(folder / "quiet.json")
+        self.environ[QUIET_FILE] = str(folder / "quiet.json")
         self.save: Callable[[], None] = lambda: None
         self._workers = 0
         self._started_s = time.monotonic()

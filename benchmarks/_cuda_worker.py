@@ -536,8 +536,8 @@ def python_ms() -> float:
 def wait_for_quiet(path: Path) -> dict[str, float]:
     """Wait until the machine is about as fast as it was at its fastest in this run, but not for long.
 
-    On a machine that is shared, the same Python may take twice as long for minutes. What was waited for, and how fast it was when
-    the measurement began, goes into the result.
+    On a machine that is shared, the same Python may take twice as long for minutes. How fast it was when the measurement began goes
+    into the result.
     """
     shared = json.loads(path.read_text()) if path.exists() else {"least_ms": float("inf"), "left_s": 60.0}
     started = time.monotonic()

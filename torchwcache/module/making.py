@@ -49,7 +49,7 @@ def make_tensors(
     # As torch itself makes a parameter (``UninitializedParameter.materialize``) where nobody else has the tensor: without the
     # second tensor over the same memory that ``nn.Parameter(tensor)`` makes.
     parameter, is_parameter = nn.Parameter, [kind.cls == "Parameter" for kind in tensors.kinds]
-    for tensor in made if all(is_parameter) else compress(made, map(is_parameter.__getitem__, tensors.kind)):
+    for tensor in compress(made, map(is_parameter.__getitem__, tensors.kind)):
         tensor.__class__ = parameter
     unfinished = {number for number, kind in enumerate(tensors.kinds) if _is_unfinished(kind, requires_grad)}
     if unfinished:

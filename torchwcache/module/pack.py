@@ -123,8 +123,7 @@ def pack(captured: Captured, writer: SegmentWriter) -> list[Placement]:
 
     def free_originals() -> None:
         memory.synchronize()  # the copies read them
-        for tensor, view in moves:
-            _point(tensor, view)
+        _move(moves)
         moves.clear()
         memory.release_freed()
 
@@ -135,8 +134,7 @@ def pack(captured: Captured, writer: SegmentWriter) -> list[Placement]:
         members = [captured.tensors[i] for i in group.members]
         if placed is not None:
             if not shared:  # the segment is about to become read-only, and this module may write here
-                for tensor, view in _views(members, group, byte_view_of(members, group).clone()):
-                    _point(tensor, view)
+                _move(_views(members, group, byte_view_of(members, group).clone()))
             placements.append(placed)
             continue
         number, offset = writer.place(group.nbytes, zeroed=False, before_segment=free_originals)
@@ -180,6 +178,7 @@ def _views(members: Sequence[torch.Tensor], group: StorageGroup, memory: torch.T
     return found
 
 
-def _point(tensor: torch.Tensor, view: torch.Tensor) -> None:
+def _move(moves: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     with torch.no_grad():
-        tensor.data = view  # keeps the object: whoever refers to this parameter goes on doing so
+        for tensor, view in moves:
+            tensor.data = view  # keeps the object: whoever refers to this parameter goes on doing so

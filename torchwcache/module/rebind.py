@@ -5,13 +5,12 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import chain, repeat
-from operator import contains, itemgetter, setitem
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -409,24 +408,18 @@ def _fill(
     states: list[dict[str, Any]], table: str, columns: Sequence[tuple[str, Sequence[int]]], tensors: list[torch.Tensor | None]
 ) -> None:
     """Put tensors into one table of modules of one kind: under each name what the column has for each module."""
-    tables: list[dict[str, torch.Tensor | None]] = list(map(itemgetter(table), states))
+    tables: list[dict[str, torch.Tensor | None]] = [state[table] for state in states]
     if not columns and not any(tables):
         return
     names = tuple([name for name, _ in columns])
-    if not _all_have(tables, names):
+    if set(map(tuple, tables)) != {names}:
         for entries in tables:
             if tuple(entries) != names:
                 entries.clear()
     for name, column in columns:
-        # Under the key that is there: torch's own, which is found by identity. A replaced value is no change of the dict.
-        deque(map(setitem, tables, repeat(sys.intern(name)), map(tensors.__getitem__, column)), maxlen=0)
-
-
-def _all_have(tables: Sequence[dict[str, Any]], names: tuple[str, ...]) -> bool:
-    """Whether all tables have just these names, in this order."""
-    if len(names) == 1:  # no order: that is found out in a third of the time
-        return set(map(len, tables)) == {1} and all(map(contains, tables, repeat(sys.intern(names[0]))))
-    return set(map(tuple, tables)) == {names}
+        for entries, index in zip(tables, column, strict=True):
+            # Under the key that is there: torch's own, which is found by identity. A replaced value is no change of the dict.
+            entries[name] = tensors[index]
 
 
 def _fill_sets(states: list[dict[str, Any]], names: set[str]) -> None:

@@ -64,12 +64,8 @@ def _walk(module: nn.Module, modules: list[nn.Module], states: list[dict[str, An
     state = module.__dict__
     modules.append(module)
     states.append(state)
-    for child in (state.get("_modules") or {}).values():
-        if child is None:
-            continue
-        below = child.__dict__
-        if below.get("_modules"):
-            _walk(child, modules, states)
-        else:  # most modules are leaves, for which a call would be most of the time
-            modules.append(child)
-            states.append(below)
+    children = state.get("_modules")
+    if children:
+        for child in children.values():
+            if child is not None:
+                _walk(child, modules, states)
