@@ -99,6 +99,8 @@ class CudaMachine(RuleBasedStateMachine):
         """In that thread, with whatever failure was asked for; ``None`` when it failed, and then nothing is left of it."""
 
         def run():
+            if self.refused_to_release:
+                gc.collect()  # as in ``teardown``: else any collection in the middle of this changes what is left
             before = self.fake.left()
             if self.failure is None:
                 return function()
