@@ -7,7 +7,6 @@ import json
 import os
 import re
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from _cuda_harness import WorkerError
+from _sessions import end_session
 
 START_S = 420.0
 HERE = Path(__file__).parent
@@ -89,8 +89,7 @@ class Engine:
 
     def kill(self) -> None:
         """``kill -9`` of every process of it. Idempotent."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        end_session(self.process.pid)
         self.process.wait(30)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:

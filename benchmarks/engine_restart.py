@@ -29,6 +29,7 @@ import _report
 from _cuda_harness import Harness, WorkerError
 from _engines import WORKERS, Engine, gpu_used_mib, settled_mib
 from _report import Table, Target
+from _sessions import end_session
 
 from torchwcache.daemon.supervisor import start_daemon
 from torchwcache.errors import DaemonError
@@ -267,7 +268,7 @@ class Chain:
             self.memory("SGLang's own daemon holds the weights", settled_mib(self.gpus))
             engine = self.start("own", "own")
             self.check(f"{WAYS['own']}: its log says so", "Loaded model via IPC" in engine.text)
-            os.killpg(daemon.pid, signal.SIGKILL)
+            end_session(daemon.pid)
             daemon.wait(30)
             said = self.goes_on(engine)
             with self.bench.lock:
@@ -275,8 +276,7 @@ class Chain:
             engine.kill()
             self.memory("SGLang's own daemon and its engine are gone", settled_mib(self.gpus))
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(daemon.pid, signal.SIGKILL)
+            end_session(daemon.pid)
 
     def goes_on(self, engine: Engine) -> str:
         """What becomes of an engine in the next while: it may look after its daemon only now and then."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _engines import Engine
 
 from torchwcache.cache import DaemonCache
 from torchwcache.wire.client import DaemonConnection
@@ -37,11 +38,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start(tmp_path: Path, private_socket: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+def start(tmp_path: Path, private_socket: str, checkpoint: Path) -> Iterator[Callable[[str], Any]]:
     """Starts an engine that uses the cache; those still up at the end are ended."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from _engines import Engine
-
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHWCACHE_", "VLLM", "SGLANG"))}
     environ |= {"TORCHWCACHE_SOCKET": private_socket, "XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
     more = {

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import select
-import signal
 import socket
 import struct
 import subprocess
@@ -18,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
+from _sessions import end_session
 from engine_process import ENGINE_OPTIONS, PROMPTS, SAMPLING
 
 HERE = Path(__file__).parent
@@ -84,23 +84,14 @@ class Running:
 
     def kill(self) -> None:
         """As an operator's ``kill -9`` of the whole engine."""
-        self._end(signal.SIGKILL)
-
-    def _end(self, number: int) -> None:
-        # All in the session that was made for it, and nothing else.
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and _session(entry) == self._process.pid:
-                try:
-                    os.kill(int(entry.name), number)
-                except ProcessLookupError:
-                    continue
+        end_session(self._process.pid)
         self._process.wait(timeout=30)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end(signal.SIGKILL)
+        self.kill()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             if stream is not None:
                 stream.close()

@@ -30,8 +30,7 @@ RESULT = {
 
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+def benchmark() -> Any:
     return importlib.import_module("attach_host")
 
 
@@ -52,8 +51,7 @@ def test_a_result_has_what_every_result_has(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_the_page_is_what_the_script_writes(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+def test_the_page_is_what_the_script_writes(path: Path, tmp_path: Path) -> None:
     result = json.loads(path.read_text())
     script = importlib.import_module(result["benchmark"])
     page = tmp_path / "benchmarks.md"
@@ -99,28 +97,22 @@ SECONDS = {"interpreter": 0.02, "import_torch": 1.5, "weights": 0.004, "first_fo
 WATERFALL = [{"kind": "waterfall", "name": f"{way} <b>", "seconds": SECONDS} for way in ("from disk", "from the cache")]
 
 
-@pytest.fixture
-def imported(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module
-
-
 @pytest.mark.parametrize("name", GPU_SCRIPTS)
-def test_a_result_from_a_gpu_names_it(name: str, imported: Any, tmp_path: Path) -> None:
+def test_a_result_from_a_gpu_names_it(name: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# Benchmarks\n")
     options = {"engine": "vllm", "parts": ["fp8"]} if name == "engine_restart" else {}
     result = {**RESULT, "benchmark": name, "options": options, "machine": {**RESULT["machine"], "gpu": GPU}, "rows": WATERFALL}
-    imported(name).write_docs(result, page)
+    importlib.import_module(name).write_docs(result, page)
     once = page.read_text()
     assert "GPU: NVIDIA H200, 140 GiB, driver 580.1, CUDA 13.0, persistence mode enabled." in once
     assert f"python benchmarks/{name}.py" in once
-    imported(name).write_docs(result, page)
+    importlib.import_module(name).write_docs(result, page)
     assert page.read_text() == once
 
 
-def test_a_run_of_some_parts_stands_beside_the_one_of_all(imported: Any, tmp_path: Path) -> None:
-    script = imported("engine_restart")
+def test_a_run_of_some_parts_stands_beside_the_one_of_all(tmp_path: Path) -> None:
+    script = importlib.import_module("engine_restart")
     page = tmp_path / "page.md"
     page.write_text("")
     for parts in (["bf16", "tp2", "fp8", "large"], ["fp8"]):
@@ -132,16 +124,16 @@ def test_a_run_of_some_parts_stands_beside_the_one_of_all(imported: Any, tmp_pat
 
 
 @pytest.mark.parametrize("name", GPU_SCRIPTS)
-def test_every_column_belongs_to_a_table_of_the_script(name: str, imported: Any) -> None:
-    tables = imported(name).TABLES
+def test_every_column_belongs_to_a_table_of_the_script(name: str) -> None:
+    tables = importlib.import_module(name).TABLES
     assert len({table.kind for table in tables}) == len(tables)
     assert all(len(set(table.columns.values())) == len(table.columns) for table in tables)
 
 
-def test_the_waterfall_is_to_scale_and_well_formed(imported: Any, tmp_path: Path) -> None:
+def test_the_waterfall_is_to_scale_and_well_formed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("")
-    imported("restart").write_docs({**RESULT, "benchmark": "restart", "rows": WATERFALL}, page)
+    importlib.import_module("restart").write_docs({**RESULT, "benchmark": "restart", "rows": WATERFALL}, page)
     picture = (tmp_path / "assets" / "restart.svg").read_text()
     assert "assets/restart.svg" in page.read_text()
     svg = "{http://www.w3.org/2000/svg}"
@@ -154,14 +146,14 @@ def test_the_waterfall_is_to_scale_and_well_formed(imported: Any, tmp_path: Path
 
 
 @pytest.mark.skipif(not (ROOT / "benchmarks/results/restart.json").exists(), reason="no result of this benchmark yet")
-def test_the_picture_is_what_the_script_draws(imported: Any) -> None:
+def test_the_picture_is_what_the_script_draws() -> None:
     result = json.loads((ROOT / "benchmarks/results/restart.json").read_text())
-    drawn = imported("restart").picture(result)
+    drawn = importlib.import_module("restart").picture(result)
     assert (ROOT / "docs/assets/restart.svg").read_text() == drawn, "run benchmarks/restart.py --docs-only"
 
 
-def test_a_client_finds_a_wrong_tensor(imported: Any) -> None:
-    models, cases = imported("_cuda_models"), imported("attach_cuda")
+def test_a_client_finds_a_wrong_tensor() -> None:
+    models, cases = importlib.import_module("_cuda_models"), importlib.import_module("attach_cuda")
     kwargs = cases.Case(nbytes=1 << 20, tensors=100, repeats=1).kwargs
     assert kwargs == models.stack_kwargs(tensors=100, nbytes=1 << 20)
     weights = models.make_live(kwargs, "cpu").weights()
@@ -178,8 +170,8 @@ def test_a_client_finds_a_wrong_tensor(imported: Any) -> None:
         models.check([torch.empty_like(weight, device="meta") for weight in weights], kwargs)
 
 
-def test_a_worker_goes_on_when_told_and_says_why_it_failed(imported: Any, tmp_path: Path) -> None:
-    harness = imported("_cuda_harness")
+def test_a_worker_goes_on_when_told_and_says_why_it_failed(tmp_path: Path) -> None:
+    harness = importlib.import_module("_cuda_harness")
     code = "print('{\"a\": 1}', flush=True); input(); raise SystemExit('no luck')"
     with harness.Worker([sys.executable, "-c", code], {}, tmp_path / "log") as worker:
         assert worker.step() == {"a": 1}
@@ -188,8 +180,8 @@ def test_a_worker_goes_on_when_told_and_says_why_it_failed(imported: Any, tmp_pa
     assert worker.process.returncode == 1
 
 
-def test_a_measurement_waits_for_a_quiet_moment_but_not_for_ever(imported: Any, tmp_path: Path) -> None:
-    worker, path = imported("_cuda_worker"), tmp_path / "quiet.json"
+def test_a_measurement_waits_for_a_quiet_moment_but_not_for_ever(tmp_path: Path) -> None:
+    worker, path = importlib.import_module("_cuda_worker"), tmp_path / "quiet.json"
     first = worker.wait_for_quiet(path)
     assert first["python_ms"] > 0
     assert json.loads(path.read_text())["least_ms"] == first["python_ms"]

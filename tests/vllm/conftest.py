@@ -9,7 +9,6 @@ import json
 import os
 import re
 import select
-import signal
 import struct
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+from _sessions import end_session
 
 HERE = Path(__file__).parent
 START_S = 240.0
@@ -100,8 +100,7 @@ class Engine:
 
     def kill(self) -> None:
         """End every process of it at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        end_session(self.process.pid)
         self.process.wait(30)
 
     def end(self) -> None:

@@ -1,0 +1,73 @@
+"""Engines that are killed leave nothing behind: neither processes nor names in /dev/shm."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import psutil
+import pytest
+from _sessions import end_session
+
+FAMILY = """
+import json, subprocess, sys
+from multiprocessing.shared_memory import SharedMemory
+
+names = [SharedMemory(create=True, size=4096) for _ in range(2)]
+child = '''
+import sys, time
+from multiprocessing.shared_memory import SharedMemory
+own = SharedMemory(create=True, size=4096)
+print(own.name, flush=True)
+time.sleep(300)
+'''
+process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True)
+print(json.dumps({"pid": process.pid, "names": [m.name for m in names], "of_child": process.stdout.readline().strip()}), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def family() -> Iterator[subprocess.Popen[str]]:
+    """A process in a session of its own, with a child; both have shared memory."""
+    command = [sys.executable, "-c", FAMILY]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        yield process
+        end_session(process.pid)
+
+
+def test_a_session_ends_with_its_shared_memory_and_nobody_elses(family: subprocess.Popen[str]) -> None:
+    assert family.stdout is not None
+    found = json.loads(family.stdout.readline())
+    with ExitStack() as stack:
+        shared, own = SharedMemory(found["names"][0], create=False), SharedMemory(create=True, size=4096)
+        for memory in (shared, own):
+            stack.callback(memory.unlink)
+            stack.callback(memory.close)
+        end_session(family.pid)
+        family.wait(30)
+        assert not psutil.pid_exists(found["pid"]) or psutil.Process(found["pid"]).status() == psutil.STATUS_ZOMBIE
+        left = {name for name in [*found["names"], found["of_child"], own.name] if Path("/dev/shm", name).exists()}
+        assert left == {shared.name, own.name}
+    end_session(family.pid)
+
+
+def test_killing_alone_leaves_it(family: subprocess.Popen[str]) -> None:
+    """Why this exists."""
+    assert family.stdout is not None
+    found = json.loads(family.stdout.readline())
+    names = [Path("/dev/shm", name) for name in found["names"]]
+    for pid in (found["pid"], family.pid):
+        for child in psutil.Process(pid).children():  # multiprocessing's own tracker would remove it
+            if child.pid != found["pid"]:
+                child.kill()
+        psutil.Process(pid).kill()
+    family.wait(30)
+    assert all(name.exists() for name in names)
+    for name in [*names, Path("/dev/shm", found["of_child"])]:
+        name.unlink()
