@@ -292,6 +292,25 @@ def test_a_child_forked_after_the_seal_reads_on() -> None:
     assert out == "0 [3, 3]\n"
 
 
+def test_a_child_has_what_was_loaded_into_a_segment_that_was_given_up() -> None:
+    """As a model has that was refused, or for which memory ran out half way: it is served from where it was loaded."""
+    code = """
+        import os
+        from torchwcache.memory.host import HostMemory
+        segment = HostMemory().allocate(1 << 20)
+        tensor = segment.tensor(0, 8).fill_(3)
+        segment.close()
+        pid = os.fork()
+        if pid == 0:
+            tensor[0] = 9
+            os._exit(0 if tensor.tolist()[:2] == [9, 3] else 1)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), tensor.fill_(4).tolist()[:2])
+    """
+    with python(code) as child:
+        out, _ = child.communicate(timeout=60)
+    assert out == "0 [4, 4]\n"
+
+
 # ---- mapping -----------------------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ import errno
 import fcntl
 import mmap
 import os
+import sys
 import time
 from collections.abc import Sequence
 from typing import NoReturn
@@ -193,8 +194,15 @@ class HostWritableSegment:
             _raise_memory("map a segment", self._nbytes, error)
 
     def close(self) -> None:
-        """Give up the descriptor. The mapping itself goes with its last tensor. Idempotent."""
+        """Give up the descriptor. The mapping itself goes with its last tensor. Idempotent.
+
+        Tensors of a segment that was never sealed are ordinary memory from now on: a forked child has them, as its own.
+        """
         if self._mapping is not None:
+            if not self._private and not sys.is_finalizing():
+                # Not by MADV_DOFORK alone: what a child writes would show here.
+                with contextlib.suppress(OSError):
+                    _map_over(self._address, self._nbytes, mmap.MAP_PRIVATE, self._fd)
             self._mapping = None
             os.close(self._fd)
 
