@@ -242,9 +242,19 @@ def needed_nbytes(memory: Memory, weights_nbytes: int) -> int:
 
 def module_nbytes(module: nn.Module) -> int:
     """Bytes of a module's parameters and buffers, meta ones too: each tensor once, and nothing for those without a shape yet."""
-    tables = [state[table] for state in Tree(module).states for table in ("_parameters", "_buffers")]
-    tensors = {id(tensor): tensor for table in tables for tensor in table.values() if tensor is not None}
-    return sum(tensor.nbytes for tensor in tensors.values() if not is_lazy(tensor))
+    try:
+        tables = [state[table] for state in Tree(module).states for table in ("_parameters", "_buffers")]
+        tensors = [tensor for table in tables for tensor in table.values() if tensor is not None]
+    except KeyError:  # TorchScript keeps them elsewhere
+        tensors = [*module.parameters(), *module.buffers()]
+    return sum(map(_nbytes, {id(tensor): tensor for tensor in tensors}.values()))
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    try:
+        return 0 if is_lazy(tensor) else tensor.nbytes
+    except RuntimeError:  # sparse tensors have no size; what they are in is refused anyway
+        return 0
 
 
 @dataclass(frozen=True, slots=True)

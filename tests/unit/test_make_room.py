@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
+from torch import nn
 
 from torchwcache import production
 from torchwcache.errors import SegmentMemoryError
@@ -59,3 +61,28 @@ def test_the_wait_has_a_bound(make_room: Callable[[Daemon, Device, int], None], 
     monkeypatch.setattr(production, "_FREED_WITHIN_S", 0.05)
     with pytest.raises(SegmentMemoryError, match="are available on a device"):
         make_room(Daemon(("0" * 32,)), Device(comes_back=False), 4 * MIB)
+
+
+def traced() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2)))
+
+
+def with_a_sparse_buffer() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.register_buffer("sparse", torch.eye(2).to_sparse())
+    return module
+
+
+def tied() -> nn.Module:
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
+    module[1].weight = module[0].weight
+    return module
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("build", "nbytes"), [(tied, 24), (traced, 48), (with_a_sparse_buffer, 24), (lambda: nn.Sequential(nn.LazyLinear(2)), 0)]
+)
+def test_every_module_has_a_size(build: Callable[[], nn.Module], nbytes: int) -> None:
+    """Whether it can be published is said later, and with the reason."""
+    assert production.module_nbytes(build()) == nbytes
