@@ -48,6 +48,7 @@ __all__ = ["RebindReport", "rebind"]
 
 _FEW_FROZEN = 1000
 """Python 3.12 begins with some hundred frozen objects of its own. Who freezes a process that has torch in it freezes far more."""
+_made_old = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +92,24 @@ def rebind(
     try:
         with torch.inference_mode(mode=False), torch._C.DisableTorchFunction():
             report = _Rebinding(module, manifest, segments, device, requires_grad, ExitStack() if undo is None else undo).run()
-        if was_enabled and gc.get_freeze_count() < _FEW_FROZEN:  # what somebody froze would be thawed
-            # Nor would the next collection, which would walk through all of them, find anything: this makes them old at once.
-            gc.freeze()
-            gc.unfreeze()
+        if was_enabled:
+            _make_old()
         return report
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _make_old() -> None:
+    """Have the collector count all there is as old: its next collection would walk through what was just made, and find nothing.
+
+    Once in a process. It begins to count anew, and a process that attaches again and again would never have a full collection.
+    """
+    global _made_old
+    if not _made_old and gc.get_freeze_count() < _FEW_FROZEN:  # what somebody froze would be thawed
+        _made_old = True
+        gc.freeze()
+        gc.unfreeze()
 
 
 class _Rebinding:
