@@ -89,8 +89,7 @@ class Engine:
 
     def kill(self) -> None:
         """``kill -9`` of every process of it. Idempotent."""
-        end_session(self.process.pid)
-        self.process.wait(30)
+        end_session(self.process)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):

@@ -6,31 +6,39 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 __all__ = ["end_session"]
 
-_SHARED_MEMORY = re.compile(r" (/dev/shm/\S+)$", re.MULTILINE)
+_SHARED_MEMORY = re.compile(r" (/dev/shm/(?:psm_|sem\.mp-|torch_|multi_tokenizer_args_|sglang_|vllm_)[^/\s]*)$", re.MULTILINE)
+"""What Python's ``multiprocessing``, torch and the engines name so. A checkpoint may lie in /dev/shm, too, and is somebody's file."""
 
 
-def end_session(session: int, *, timeout_s: float = 30.0) -> None:
-    """``kill -9`` of every process of a session, and of the names in /dev/shm that they had mapped, unless others have, too.
+def end_session(leader: subprocess.Popen[Any], *, timeout_s: float = 30.0) -> None:
+    """``kill -9`` of every process of a session, and of the shared memory that they had mapped, unless others have it, too.
 
-    Engines, and Python's ``multiprocessing``, name their shared memory there; whoever is killed cannot remove it. What the dead of
-    an earlier ``kill`` had mapped alone is not found. Idempotent. The caller reaps its own child.
+    Whoever is killed cannot remove what it named in /dev/shm. What the dead of an earlier ``kill`` had mapped alone is not found.
+    Idempotent.
 
     Args:
-        session: The pid of its first process.
+        leader: The session's first process, a child of this one. It is waited for.
         timeout_s: How long the kernel may take to end them.
 
     Raises:
         TimeoutError: They did not end.
+        ValueError: The process leads no session: it was started without ``start_new_session``.
     """
+    session = leader.pid
+    if leader.returncode is None and os.getsid(session) != session:
+        raise ValueError(f"process {session} leads no session of its own")
     mapped: set[str] = set()
     deadline = time.monotonic() + timeout_s
-    while pids := [pid for pid in _living() if _session(pid) == session]:
+    # Once the leader was waited for, its number may be that of a stranger, who then leads the session of that number.
+    while (leader.returncode is None or _session(session) < 0) and (pids := _members(session)):
         if time.monotonic() > deadline:
             raise TimeoutError(f"processes {pids} of session {session} do not end")
         mapped |= _mapped(pids)
@@ -38,6 +46,7 @@ def end_session(session: int, *, timeout_s: float = 30.0) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)  # whoever was making a process meanwhile may have made one more
+    leader.wait(timeout_s)
     for name in mapped - (_mapped(_living()) if mapped else set()):
         with contextlib.suppress(OSError):
             os.unlink(name)
@@ -45,6 +54,10 @@ def end_session(session: int, *, timeout_s: float = 30.0) -> None:
 
 def _living() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _members(session: int) -> list[int]:
+    return [pid for pid in _living() if _session(pid) == session]
 
 
 def _session(pid: int) -> int:

@@ -268,15 +268,14 @@ class Chain:
             self.memory("SGLang's own daemon holds the weights", settled_mib(self.gpus))
             engine = self.start("own", "own")
             self.check(f"{WAYS['own']}: its log says so", "Loaded model via IPC" in engine.text)
-            end_session(daemon.pid)
-            daemon.wait(30)
+            end_session(daemon)
             said = self.goes_on(engine)
             with self.bench.lock:
                 self.bench.report.add("check", part=self.part.title, what="SGLang's own daemon killed", passed=None, seen=said)
             engine.kill()
             self.memory("SGLang's own daemon and its engine are gone", settled_mib(self.gpus))
         finally:
-            end_session(daemon.pid)
+            end_session(daemon)
 
     def goes_on(self, engine: Engine) -> str:
         """What becomes of an engine in the next while: it may look after its daemon only now and then."""

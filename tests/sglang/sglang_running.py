@@ -84,8 +84,7 @@ class Running:
 
     def kill(self) -> None:
         """As an operator's ``kill -9`` of the whole engine."""
-        end_session(self._process.pid)
-        self._process.wait(timeout=30)
+        end_session(self._process)
 
     def __enter__(self) -> Self:
         return self

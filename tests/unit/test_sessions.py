@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from multiprocessing.shared_memory import SharedMemory
@@ -38,7 +39,7 @@ def family() -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", FAMILY]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         yield process
-        end_session(process.pid)
+        end_session(process)
 
 
 def test_a_session_ends_with_its_shared_memory_and_nobody_elses(family: subprocess.Popen[str]) -> None:
@@ -49,12 +50,40 @@ def test_a_session_ends_with_its_shared_memory_and_nobody_elses(family: subproce
         for memory in (shared, own):
             stack.callback(memory.unlink)
             stack.callback(memory.close)
-        end_session(family.pid)
-        family.wait(30)
+        end_session(family)
         assert not psutil.pid_exists(found["pid"]) or psutil.Process(found["pid"]).status() == psutil.STATUS_ZOMBIE
         left = {name for name in [*found["names"], found["of_child"], own.name] if Path("/dev/shm", name).exists()}
         assert left == {shared.name, own.name}
-    end_session(family.pid)
+    end_session(family)
+
+
+def test_a_file_that_is_no_shared_memory_of_an_engine_stays() -> None:
+    """Such as a checkpoint in /dev/shm."""
+    code = "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); f.close(); print(flush=True); sys.stdin.read()"
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="checkpoint-") as file:
+        file.write(b"weights")
+        file.flush()
+        command = [sys.executable, "-c", code, file.name]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            end_session(process)
+        assert Path(file.name).read_bytes() == b"weights"
+
+
+def test_a_strangers_session_of_the_same_number_is_left_alone(family: subprocess.Popen[str]) -> None:
+    ours = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
+    ours.wait(30)
+    ours.pid = family.pid
+    end_session(ours)
+    assert family.poll() is None
+
+
+def test_a_process_that_leads_no_session_is_not_taken_for_one() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        with pytest.raises(ValueError, match="leads no session"):
+            end_session(process)
+        process.kill()
 
 
 def test_killing_alone_leaves_it(family: subprocess.Popen[str]) -> None:

@@ -100,8 +100,7 @@ class Engine:
 
     def kill(self) -> None:
         """End every process of it at once."""
-        end_session(self.process.pid)
-        self.process.wait(30)
+        end_session(self.process)
 
     def end(self) -> None:
         if self.process.poll() is None and self.process.stdin:
