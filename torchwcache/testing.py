@@ -33,6 +33,7 @@ from torchwcache.manifest import decode_manifest, encode_manifest, validate
 from torchwcache.memory.base import Memory
 from torchwcache.memory.select import memory_for
 from torchwcache.module.capture import capture
+from torchwcache.module.one_at_a_time import one_at_a_time
 from torchwcache.module.pack import SegmentWriter, pack
 from torchwcache.module.parity import compare_modules
 from torchwcache.module.reachability import find_meta_tensors
@@ -93,9 +94,10 @@ class AdapterConformance:
 
     def test_building_is_repeatable_and_makes_no_weights(self, adapter: Adapter, cfg: ModelConfig) -> None:
         """Clients start from what the producer compared with."""
-        (one, how), (two, again) = adapter.build(cfg), adapter.build(cfg)
-        with adapter.scratch_build(cfg) as (three, _):
-            pass
+        with one_at_a_time():
+            (one, how), (two, again) = adapter.build(cfg), adapter.build(cfg)
+            with adapter.scratch_build(cfg) as (three, _):
+                pass
         assert how == again
         assert how in ("meta", "parameters-meta")
         for module in (one, two, three):
@@ -115,8 +117,8 @@ class AdapterConformance:
 
     def test_what_is_attached_is_what_was_loaded(self, adapter: Adapter, cfg: ModelConfig, memory: Memory) -> None:
         """Load, capture, pack, seal, map, rebind: equal bit for bit, and complete."""
-        built, how = adapter.build(cfg)
-        with SegmentWriter(memory) as writer:
+        with one_at_a_time(), SegmentWriter(memory) as writer:
+            built, how = adapter.build(cfg)
             result = adapter.load(cfg, _context(memory, writer))
             assert not find_meta_tensors(result.module)
             rules = adapter.rules(cfg, result.module)
@@ -147,7 +149,7 @@ class LoaderConformance:
     def load(self, loader: Loader, cfg: ModelConfig) -> nn.Module:
         """Load into segments, as a producer does."""
         memory = memory_for(cfg.device)
-        with SegmentWriter(memory) as writer:
+        with one_at_a_time(), SegmentWriter(memory) as writer:
             return loader.load(cfg, _context(memory, writer)).module
 
     def test_it_has_a_name_and_a_version(self, loader: Loader) -> None:

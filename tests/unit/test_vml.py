@@ -89,6 +89,30 @@ def test_without_the_cache_it_may_be(tmp_path: Path) -> None:
     assert calls(DIRECTLY, tmp_path) == [("aten::cos", "torch.float32", 4096)]
 
 
+@pytest.mark.parametrize("mode", ["FakeTensorMode()", "Elsewhere()"])
+def test_it_is_not_taken_for_done_where_nothing_was_computed(mode: str, tmp_path: Path) -> None:
+    """Within a mode that makes other tensors of it, it is either done all the same, or left to the next build."""
+    script = f"""
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torchwcache.module.one_at_a_time import one_at_a_time
+
+class Elsewhere(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {{}})
+        if "device" in kwargs:
+            kwargs["device"] = "meta"
+        return function(*args, **kwargs)
+
+with {mode}, one_at_a_time():
+    pass
+with Watch(), one_at_a_time():
+    torch.ones(4096).cos()
+"""
+    found = [numel for function, dtype, numel in calls(script, tmp_path) if function == "aten::cos" and dtype == "torch.float32"]
+    assert found == ([8, 4096] if "Fake" in mode else [4096])
+
+
 def test_it_happens_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from torchwcache.module import vml
     from torchwcache.module.one_at_a_time import one_at_a_time

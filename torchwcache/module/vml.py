@@ -38,13 +38,17 @@ _chosen = False
 def choose_vml_kernels() -> None:
     """Call each function once on a tensor that is too small for a second thread. Only the first call in a process does anything.
 
-    Not for two threads at once: see :func:`~torchwcache.module.one_at_a_time.one_at_a_time`, which calls it.
+    Not for two threads at once: see :func:`~torchwcache.module.one_at_a_time.one_at_a_time`, which calls it. Where nothing is computed
+    (in a ``FakeTensorMode``), it is left to the next call.
     """
     global _chosen
     if _chosen:
         return
-    for dtype in (torch.float32, torch.float64):
-        values = torch.full((8,), 0.5, dtype=dtype, device="cpu")
-        for function in FUNCTIONS:
-            function(values)
+    with torch._C.DisableTorchFunction():
+        for dtype in (torch.float32, torch.float64):
+            values = torch.full((8,), 0.5, dtype=dtype, device="cpu")
+            if type(values) is not torch.Tensor or values.device.type != "cpu":
+                return
+            for function in FUNCTIONS:
+                function(values)
     _chosen = True
