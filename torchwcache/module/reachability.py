@@ -118,6 +118,8 @@ def tree_holds_meta(tree: Tree, held: Sequence[tuple[Sequence[dict[str, Any]], S
 def _leading_elsewhere(states: Sequence[dict[str, Any]], tensors: Sequence[torch.Tensor | None], modules: set[int]) -> list[Any]:
     """All that these modules hold if any of it leads to something that is neither known nor a plain value, else nothing."""
     held = _held(states)
+    if _VALUES_IN_OBJECTS and any(type(obj) is dict and obj and not gc.get_referents(obj) for obj in held):
+        return held  # the ``__dict__`` of some object
     found = gc.get_referents(*held)
     if len(found) == len(tensors) and all(map(is_, found, tensors)):
         return []  # as it is in modules without children
