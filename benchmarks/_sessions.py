@@ -15,7 +15,7 @@ from typing import Any
 __all__ = ["end_session"]
 
 _SHARED_MEMORY = re.compile(r" (/dev/shm/(?:psm_|sem\.mp-|torch_|multi_tokenizer_args_|sglang_|vllm_)[^/\s]*)$", re.MULTILINE)
-"""What Python's ``multiprocessing``, torch and the engines name so. A checkpoint may lie in /dev/shm, too, and is somebody's file."""
+"""What Python's ``multiprocessing``, torch and the engines name so: a checkpoint may lie in /dev/shm, too."""
 
 
 def end_session(leader: subprocess.Popen[Any], *, timeout_s: float = 30.0) -> None:

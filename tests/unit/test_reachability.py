@@ -135,9 +135,7 @@ def where_values_lie(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 def both(root: nn.Module) -> bool:
     """The two ways to ask must agree; the fast one knows the tensors that the tables of the tree hold and that are not on meta."""
-    fast = tree_holds_meta(
-        Tree(root), list(_held(root))
-    )  # first: the other one asks for attributes, and that makes places for them
+    fast = tree_holds_meta(Tree(root), list(_held(root)))  # first: the other one makes places for attributes by asking for them
     assert bool(find_meta_tensors(root)) is fast
     return fast
 

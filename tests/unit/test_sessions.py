@@ -59,7 +59,7 @@ def test_a_session_ends_with_its_shared_memory_and_nobody_elses(family: subproce
 
 def test_a_file_that_is_no_shared_memory_of_an_engine_stays() -> None:
     """Such as a checkpoint in /dev/shm."""
-    code = "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); f.close(); print(flush=True); sys.stdin.read()"
+    code = "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); print(flush=True); sys.stdin.read()"
     with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="checkpoint-") as file:
         file.write(b"weights")
         file.flush()

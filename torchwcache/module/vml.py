@@ -38,8 +38,8 @@ _chosen = False
 def choose_vml_kernels() -> None:
     """Call each function once on a tensor that is too small for a second thread. Only the first call in a process does anything.
 
-    Not for two threads at once: see :func:`~torchwcache.module.one_at_a_time.one_at_a_time`, which calls it. Where nothing is computed
-    (in a ``FakeTensorMode``), it is left to the next call.
+    Not for two threads at once: see :func:`~torchwcache.module.one_at_a_time.one_at_a_time`, which calls it. Where nothing is
+    computed (in a ``FakeTensorMode``), it is left to the next call.
     """
     global _chosen
     if _chosen:
