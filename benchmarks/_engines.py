@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from _cuda_harness import WorkerError
-from _sessions import end_session
+from _sessions import end_session, named_memory
 
 START_S = 420.0
 HERE = Path(__file__).parent
@@ -89,7 +89,10 @@ class Engine:
 
     def kill(self) -> None:
         """``kill -9`` of every process of it. Idempotent."""
-        end_session(self.process)
+        self._kill(set())
+
+    def _kill(self, named: set[str]) -> None:
+        end_session(self.process, named=named)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
@@ -97,12 +100,13 @@ class Engine:
 
     def end(self) -> None:
         """Let it end by itself, and see to it that it does. Idempotent."""
+        named = named_memory(self.process)
         if self.process.poll() is None and self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(40)
-        self.kill()
+        self._kill(named)
 
 
 def gpu_used_mib(gpus: Sequence[str]) -> int | None:

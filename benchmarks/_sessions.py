@@ -12,20 +12,25 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["end_session"]
+__all__ = ["end_session", "named_memory"]
 
-_SHARED_MEMORY = re.compile(r" (/dev/shm/(?:psm_|sem\.mp-|torch_|multi_tokenizer_args_|sglang_|vllm_)[^/\s]*)$", re.MULTILINE)
+_SHARED_MEMORY = re.compile(r" (/dev/shm/(?:psm_|sem\.mp-|torch_|multi_tokenizer_args_|sgl_|sglang_|vllm_)[^/\s]*)$", re.MULTILINE)
 """What Python's ``multiprocessing``, torch and the engines name so: a checkpoint may lie in /dev/shm, too."""
 
 
-def end_session(leader: subprocess.Popen[Any], *, timeout_s: float = 30.0) -> None:
+def named_memory(leader: subprocess.Popen[Any]) -> set[str]:
+    """The shared memory that processes of a session have mapped. Some engines leave theirs behind when they end by themselves."""
+    return _mapped(_members(leader.pid)) if leader.returncode is None else set()
+
+
+def end_session(leader: subprocess.Popen[Any], *, named: Iterable[str] = (), timeout_s: float = 30.0) -> None:
     """``kill -9`` of every process of a session, and of the shared memory that they had mapped, unless others have it, too.
 
-    Whoever is killed cannot remove what it named in /dev/shm. What the dead of an earlier ``kill`` had mapped alone is not found.
-    Idempotent.
+    Whoever is killed cannot remove what it named in /dev/shm. Idempotent.
 
     Args:
         leader: The session's first process, a child of this one. It is waited for.
+        named: What :func:`named_memory` found before some of them ended.
         timeout_s: How long the kernel may take to end them.
 
     Raises:
@@ -35,7 +40,7 @@ def end_session(leader: subprocess.Popen[Any], *, timeout_s: float = 30.0) -> No
     session = leader.pid
     if leader.returncode is None and os.getsid(session) != session:
         raise ValueError(f"process {session} leads no session of its own")
-    mapped: set[str] = set()
+    mapped = set(named)
     deadline = time.monotonic() + timeout_s
     # Once the leader was waited for, its number may be that of a stranger, who then leads the session of that number.
     while (leader.returncode is None or _session(session) < 0) and (pids := _members(session)):

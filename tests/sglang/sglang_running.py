@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
-from _sessions import end_session
+from _sessions import end_session, named_memory
 from engine_process import ENGINE_OPTIONS, PROMPTS, SAMPLING
 
 HERE = Path(__file__).parent
@@ -58,6 +58,7 @@ class Running:
 
     def __init__(self, command: list[str], log: Path, env: dict[str, str], **streams: int) -> None:
         self.log = log
+        self._named: set[str] = set()
         self._errors = log.open("wb")
         where = {"stdin": subprocess.DEVNULL, "stdout": self._errors, "stderr": self._errors, **streams}
         self._process = subprocess.Popen(command, **where, env=env, cwd=log.parent, start_new_session=True)
@@ -84,7 +85,7 @@ class Running:
 
     def kill(self) -> None:
         """As an operator's ``kill -9`` of the whole engine."""
-        end_session(self._process)
+        end_session(self._process, named=self._named)
 
     def __enter__(self) -> Self:
         return self
@@ -130,6 +131,7 @@ class Engine(Running):
             if newline:
                 self._buffer = rest
                 if line.startswith(b"RESULT "):
+                    self._named |= named_memory(self._process)  # now: whoever is killed next leaves it behind
                     return json.loads(line.removeprefix(b"RESULT "))
                 self._errors.write(line + b"\n")  # SGLang's workers write to the same output
                 continue
@@ -182,6 +184,7 @@ class Server(Running):
             text = None if body is None else json.dumps(body)
             connection.request("GET" if body is None else "POST", path, text, {"Content-Type": "application/json"})
             answer = connection.getresponse()
+            self._named |= named_memory(self._process)
             return answer.status, answer.read().decode()
         finally:
             connection.close()

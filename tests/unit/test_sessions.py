@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from _sessions import end_session
+from _sessions import end_session, named_memory
 
 FAMILY = """
 import json, subprocess, sys
@@ -57,6 +57,16 @@ def test_a_session_ends_with_its_shared_memory_and_nobody_elses(family: subproce
     end_session(family)
 
 
+def test_what_those_had_that_ended_before_can_be_told(family: subprocess.Popen[str]) -> None:
+    assert family.stdout is not None
+    of_child = json.loads(family.stdout.readline())
+    named = named_memory(family)
+    psutil.Process(of_child["pid"]).kill()
+    end_session(family, named=named)
+    assert not any(Path("/dev/shm", name).exists() for name in [*of_child["names"], of_child["of_child"]])
+    assert named_memory(family) == set()
+
+
 def test_a_file_that_is_no_shared_memory_of_an_engine_stays() -> None:
     """Such as a checkpoint in /dev/shm."""
     code = "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); print(flush=True); sys.stdin.read()"
@@ -72,6 +82,8 @@ def test_a_file_that_is_no_shared_memory_of_an_engine_stays() -> None:
 
 
 def test_a_strangers_session_of_the_same_number_is_left_alone(family: subprocess.Popen[str]) -> None:
+    assert family.stdout is not None
+    family.stdout.readline()
     ours = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
     ours.wait(30)
     ours.pid = family.pid

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
-from _sessions import end_session
+from _sessions import end_session, named_memory
 
 HERE = Path(__file__).parent
 START_S = 240.0
@@ -35,6 +35,7 @@ class Engine:
         self.log_path = log
         self._log = log.open("wb")
         self._buffer = b""
+        self._named: set[str] = set()
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "engine_process.py"), json.dumps(order)],
             stdin=subprocess.PIPE,
@@ -66,6 +67,7 @@ class Engine:
                 if line.endswith(b"\n"):
                     self._buffer = self._buffer[len(line) :]
                     if line.startswith(b"RESULT "):
+                        self._named |= named_memory(self.process)  # now: whoever is killed next leaves it behind
                         return json.loads(line[7:])
                     with self.log_path.open("ab") as log:
                         log.write(line)
@@ -100,9 +102,10 @@ class Engine:
 
     def kill(self) -> None:
         """End every process of it at once."""
-        end_session(self.process)
+        end_session(self.process, named=self._named)
 
     def end(self) -> None:
+        self._named |= named_memory(self.process)
         if self.process.poll() is None and self.process.stdin:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
