@@ -8,14 +8,15 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 __all__ = ["end_session", "named_memory"]
 
-_SHARED_MEMORY = re.compile(r" (/dev/shm/(?:psm_|sem\.mp-|torch_|multi_tokenizer_args_|sgl_|sglang_|vllm_)[^/\s]*)$", re.MULTILINE)
+_PREFIXES = ("psm_", "sem.mp-", "torch_", "multi_tokenizer_args_", "sgl_", "sglang_", "vllm_")
 """What Python's ``multiprocessing``, torch and the engines name so: a checkpoint may lie in /dev/shm, too."""
+_MAPPED = re.compile(r"^\S+ \S+ \S+ ([0-9a-f]+):([0-9a-f]+) (\d+) +/dev/shm/", re.MULTILINE)
 
 
 def named_memory(leader: subprocess.Popen[Any]) -> set[str]:
@@ -74,9 +75,17 @@ def _session(pid: int) -> int:
     return -1 if state in "ZX" else int(fields[2])
 
 
-def _mapped(pids: Iterable[int]) -> set[str]:
-    found: set[str] = set()
+def _mapped(pids: Collection[int]) -> set[str]:
+    """By their inodes: a semaphore is mapped under another name, before it gets its own."""
+    inodes: set[tuple[int, int]] = set()
+    # SGLang closes it after writing, and removes it when it ends.
+    found = {f"/dev/shm/multi_tokenizer_args_{pid}" for pid in pids}
     for pid in pids:
         with contextlib.suppress(OSError):
-            found.update(_SHARED_MEMORY.findall(Path(f"/proc/{pid}/maps").read_text(errors="replace")))
-    return found
+            for major, minor, inode in _MAPPED.findall(Path(f"/proc/{pid}/maps").read_text(errors="replace")):
+                inodes.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
+    for entry in os.scandir("/dev/shm") if inodes else ():
+        with contextlib.suppress(OSError):
+            if entry.name.startswith(_PREFIXES) and (entry.stat().st_dev, entry.inode()) in inodes:
+                found.add(entry.path)
+    return {name for name in found if os.path.exists(name)}

@@ -17,26 +17,34 @@ from _sessions import end_session, named_memory
 
 FAMILY = """
 import json, subprocess, sys
+from multiprocessing import get_context
+from multiprocessing.resource_tracker import unregister
 from multiprocessing.shared_memory import SharedMemory
 
-names = [SharedMemory(create=True, size=4096) for _ in range(2)]
-child = '''
-import sys, time
-from multiprocessing.shared_memory import SharedMemory
-own = SharedMemory(create=True, size=4096)
-print(own.name, flush=True)
-time.sleep(300)
-'''
-process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True)
-print(json.dumps({"pid": process.pid, "names": [m.name for m in names], "of_child": process.stdout.readline().strip()}), flush=True)
+def make():
+    memory = SharedMemory(create=True, size=4096)
+    unregister(memory._name, "shared_memory")  # else multiprocessing's own process removes it, unless it is killed soon enough
+    return memory
+
+if sys.argv[1:]:
+    memory = make()
+    print(memory.name, flush=True)
+    sys.stdin.read()
+memories = [make(), make()]
+lock = get_context("spawn").Lock()
+unregister(lock._semlock.name, "semaphore")
+names = [*(memory.name for memory in memories), f"sem.{lock._semlock.name[1:]}"]
+child = subprocess.Popen([sys.executable, __file__, "child"], stdout=subprocess.PIPE, text=True)
+print(json.dumps({"pid": child.pid, "names": names, "of_child": child.stdout.readline().strip()}), flush=True)
 sys.stdin.read()
 """
 
 
 @pytest.fixture
-def family() -> Iterator[subprocess.Popen[str]]:
+def family(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process in a session of its own, with a child; both have shared memory."""
-    command = [sys.executable, "-c", FAMILY]
+    (tmp_path / "family.py").write_text(FAMILY)
+    command = [sys.executable, str(tmp_path / "family.py")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         yield process
         end_session(process)
@@ -102,13 +110,10 @@ def test_killing_alone_leaves_it(family: subprocess.Popen[str]) -> None:
     """Why this exists."""
     assert family.stdout is not None
     found = json.loads(family.stdout.readline())
-    names = [Path("/dev/shm", name) for name in found["names"]]
+    names = [Path("/dev/shm", name) for name in [*found["names"], found["of_child"]]]
     for pid in (found["pid"], family.pid):
-        for child in psutil.Process(pid).children():  # multiprocessing's own tracker would remove it
-            if child.pid != found["pid"]:
-                child.kill()
         psutil.Process(pid).kill()
     family.wait(30)
     assert all(name.exists() for name in names)
-    for name in [*names, Path("/dev/shm", found["of_child"])]:
+    for name in names:
         name.unlink()

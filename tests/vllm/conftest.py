@@ -81,8 +81,14 @@ class Engine:
 
     def fails(self, timeout_s: float = START_S) -> str:
         """Wait for an engine that must not start; returns its log."""
-        assert self.process.stdout
-        out, _ = self.process.communicate(timeout=timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._named |= named_memory(self.process)
+            try:
+                out, _ = self.process.communicate(timeout=0.5)
+                break
+            except subprocess.TimeoutExpired:
+                assert time.monotonic() < deadline, f"still up after {timeout_s:.0f} s:\n{self.log[-6000:]}"
         self._buffer += out
         assert self.process.returncode != 0, self.log[-4000:]
         assert b"RESULT" not in out
