@@ -274,41 +274,24 @@ def test_a_forked_child_does_not_stand_in_the_way(guard: str, expected: str) -> 
     assert (child.returncode, out) == (0, f"{expected} [3, 3, 3, 3, 3, 3, 3, 3]\n")
 
 
-def test_a_child_forked_after_the_seal_reads_on() -> None:
-    code = """
+@pytest.mark.parametrize("end", ["seal", "close"])
+def test_a_child_forked_after_the_end_of_writing_has_all_as_its_own(end: str) -> None:
+    """Closed without a seal: a model that was refused, or for which memory ran out half way, is served from where it was loaded."""
+    code = f"""
         import os
         from torchwcache.memory.host import HostMemory
         segment = HostMemory().allocate(1 << 20)
         tensor = segment.tensor(0, 8).fill_(3)
-        segment.seal()
+        segment.{end}()
         pid = os.fork()
         if pid == 0:
             tensor[0] = 9
             os._exit(0 if tensor.tolist()[:2] == [9, 3] else 1)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), tensor.tolist()[:2])
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), tensor.tolist()[:2], tensor.fill_(4).tolist()[:2])
     """
     with python(code) as child:
         out, _ = child.communicate(timeout=60)
-    assert out == "0 [3, 3]\n"
-
-
-def test_a_child_has_what_was_loaded_into_a_segment_that_was_given_up() -> None:
-    """As a model has that was refused, or for which memory ran out half way: it is served from where it was loaded."""
-    code = """
-        import os
-        from torchwcache.memory.host import HostMemory
-        segment = HostMemory().allocate(1 << 20)
-        tensor = segment.tensor(0, 8).fill_(3)
-        segment.close()
-        pid = os.fork()
-        if pid == 0:
-            tensor[0] = 9
-            os._exit(0 if tensor.tolist()[:2] == [9, 3] else 1)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), tensor.fill_(4).tolist()[:2])
-    """
-    with python(code) as child:
-        out, _ = child.communicate(timeout=60)
-    assert out == "0 [4, 4]\n"
+    assert out == "0 [3, 3] [4, 4]\n"
 
 
 # ---- mapping -----------------------------------------------------------------------------------------------------------------
