@@ -42,6 +42,7 @@ class Engine:
     ) -> None:
         self.kind, self.log = kind, log
         self._out = b""
+        self._named: set[str] = set()
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
                 [python, str(WORKERS[kind]), json.dumps({"spawned": time.monotonic(), **order})],
@@ -89,10 +90,7 @@ class Engine:
 
     def kill(self) -> None:
         """``kill -9`` of every process of it. Idempotent."""
-        self._kill(set())
-
-    def _kill(self, named: set[str]) -> None:
-        end_session(self.process, named=named)
+        end_session(self.process, named=self._named)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
@@ -100,13 +98,13 @@ class Engine:
 
     def end(self) -> None:
         """Let it end by itself, and see to it that it does. Idempotent."""
-        named = named_memory(self.process)
+        self._named = named_memory(self.process)
         if self.process.poll() is None and self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(40)
-        self._kill(named)
+        self.kill()
 
 
 def gpu_used_mib(gpus: Sequence[str]) -> int | None:

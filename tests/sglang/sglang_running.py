@@ -73,16 +73,6 @@ class Running:
         """What the ranks said, in the order of the ranks."""
         return sorted((Line(found) for found in _LINE.finditer(self.said)), key=lambda line: (line.role, line.rank))
 
-    def workers(self) -> dict[str, int]:
-        """Pids of the processes that the engine started, by the titles that SGLang gives them."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and _session(entry) == self._process.pid:
-                title = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                if title.startswith("sglang::"):
-                    found[title] = int(entry.name)
-        return found
-
     def kill(self) -> None:
         """As an operator's ``kill -9`` of the whole engine."""
         end_session(self._process, named=self._named)
@@ -209,13 +199,6 @@ def _flags(options: dict[str, Any]) -> Iterator[str]:
         yield "--" + name.replace("_", "-")
         if value is not True:
             yield str(value)
-
-
-def _session(process: Path) -> int:
-    try:
-        return int((process / "stat").read_text().rpartition(")")[2].split()[3])
-    except (OSError, IndexError, ValueError):
-        return -1
 
 
 class OpenedFiles:

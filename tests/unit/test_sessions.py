@@ -29,7 +29,7 @@ def make():
 if sys.argv[1:]:
     memory = make()
     print(memory.name, flush=True)
-    sys.stdin.read()
+    sys.exit(sys.stdin.read())
 memories = [make(), make()]
 lock = get_context("spawn").Lock()
 unregister(lock._semlock.name, "semaphore")
