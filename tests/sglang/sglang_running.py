@@ -121,12 +121,15 @@ class Engine(Running):
             if newline:
                 self._buffer = rest
                 if line.startswith(b"RESULT "):
-                    self._named |= named_memory(self._process)  # now: whoever is killed next leaves it behind
+                    self._named |= named_memory(self._process)
                     return json.loads(line.removeprefix(b"RESULT "))
                 self._errors.write(line + b"\n")  # SGLang's workers write to the same output
                 continue
-            if not select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise EngineDied(f"no answer within {TIMEOUT_S} s\n{self.said[-4000:]}")
+            if not select.select([self._process.stdout], [], [], 0.5)[0]:
+                self._named |= named_memory(self._process)  # now: whoever dies, or is killed, next leaves it behind
+                if time.monotonic() > deadline:
+                    raise EngineDied(f"no answer within {TIMEOUT_S} s\n{self.said[-4000:]}")
+                continue
             data = os.read(self._process.stdout.fileno(), 65536)
             if not data:
                 raise EngineDied(f"the engine ended\n{self.said[-6000:]}")
