@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from torchwcache.module import reachability
-from torchwcache.module.reachability import find_meta_tensors, tree_holds_meta
+from torchwcache.module.reachability import BATCH, LastCheck, find_meta_tensors
 from torchwcache.module.tree import Tree
 
 
@@ -135,20 +135,29 @@ def where_values_lie(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 def both(root: nn.Module) -> bool:
     """The two ways to ask must agree; the fast one knows the tensors that the tables of the tree hold and that are not on meta."""
-    fast = tree_holds_meta(Tree(root), list(_held(root)))  # first: the other one makes places for attributes by asking for them
-    assert bool(find_meta_tensors(root)) is fast
-    return fast
+    fast = LastCheck(Tree(root))  # first: the other one makes places for attributes by asking for them
+    for modules in _batches(root):
+        fast.add([module.__dict__ for module in modules], [obj for module in modules for obj in _contents(module)])
+    found = fast.finds_meta()
+    assert bool(find_meta_tensors(root)) is found
+    return found
 
 
-def _held(root: nn.Module) -> Iterator[tuple[list[dict[str, Any]], list[Any]]]:
-    """The modules of each class, with what is in their tables; a tensor that may lead to another is not known to be in any."""
-    by_kind: dict[Any, tuple[list[dict[str, Any]], list[Any]]] = {}
+def _batches(root: nn.Module) -> Iterator[list[nn.Module]]:
+    """The modules of each class, some at a time."""
+    by_class: dict[type, list[nn.Module]] = {}
     for module in root.modules():
-        tensors = [*module._parameters.values(), *module._buffers.values()]
-        states, held = by_kind.setdefault((type(module), len(tensors)), ([], []))
-        states.append(module.__dict__)
-        held += [None if tensor is None or tensor.is_meta or tensor.__dict__ else tensor for tensor in tensors]
-    yield from by_kind.values()
+        by_class.setdefault(type(module), []).append(module)
+    for modules in by_class.values():
+        for start in range(0, len(modules), BATCH):
+            yield modules[start : start + BATCH]
+
+
+def _contents(module: nn.Module) -> list[Any]:
+    """What is in the tables of a module; a tensor that may lead to another is not known to be in any."""
+    tensors = [*module._parameters.values(), *module._buffers.values()]
+    bare = [None if tensor is None or tensor.is_meta or tensor.__dict__ else tensor for tensor in tensors]
+    return [*bare, *module._modules.values()]
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import add, ge, gt, le
 from typing import TYPE_CHECKING, NoReturn
 
@@ -101,7 +101,9 @@ def _check_tensors(tensors: Tensors, storages: Storages) -> None:
     _check_range("$.tensors.kind", tensors.kind, 0, len(tensors.kinds), "kind of tensor")
     _check_range("$.tensors.storage", tensors.storage, -2, len(storages), "storage")
     needed = [_nbytes(f"$.tensors.kinds[{i}]", kind) for i, kind in enumerate(tensors.kinds)]
-    there = [*storages.nbytes, 0, 0]  # the numbers -1 and -2 stand for no storage
+    there: Sequence[int] = storages.nbytes
+    if min(tensors.storage, default=0) < 0:
+        there = [*storages.nbytes, 0, 0]  # the numbers -1 and -2 stand for no storage
     if not all(map(ge, map(there.__getitem__, tensors.storage), map(needed.__getitem__, tensors.kind))):
         for i, (kind, storage) in enumerate(zip(tensors.kind, tensors.storage, strict=True)):
             if needed[kind] > there[storage]:
@@ -177,9 +179,9 @@ def _check_tree(modules: Modules) -> None:
                 _fail(f"$.modules.kinds[{i}].children", "there are none where every path is given")
         return
     inside = [len(kind.children) for kind in modules.kinds]
-    announced = list(accumulate(map(inside.__getitem__, modules.kind)))
+    announced = accumulate(map(inside.__getitem__, modules.kind))
     # After module i, i + 1 others must have been announced if there is one more.
-    if announced[-1] != count - 1 or not all(map(gt, announced[:-1], range(count))):
+    if not all(map(gt, islice(announced, count - 1), range(count))) or next(announced) != count - 1:
         _fail("$.modules.kind", f"the modules inside others do not add up to {count} modules")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import compress, groupby
+from itertools import compress
 
 import torch
 from torch import nn
@@ -13,18 +13,18 @@ from torchwcache.manifest import Manifest, TensorKind
 from torchwcache.memory.base import Layout, MappedSegment
 from torchwcache.module.storages import view_storage
 
-__all__ = ["make_tensors"]
+__all__ = ["TensorMaker"]
+
+_BATCH = 200
+"""So many tensors are made in one step, which costs about as much as five of them."""
 
 
-def make_tensors(
-    manifest: Manifest,
-    segments: Sequence[MappedSegment],
-    *,
-    device: torch.device,
-    classes: Mapping[str, type[torch.Tensor]],
-    requires_grad: bool,
-) -> list[torch.Tensor]:
-    """Every tensor of a manifest, in its order.
+class TensorMaker:
+    """Makes the tensors of a manifest in its order, as far as they are needed.
+
+    A tensor that takes the place of another one is best made just before: what it needs was the other one's then, and the next one
+    finds it in the core's cache. A hundred thousand tensors made in advance need fresh memory, which takes the kernel as long as
+    all of this.
 
     Args:
         manifest: Validated against the segments.
@@ -33,46 +33,92 @@ def make_tensors(
         classes: The tensor classes that the manifest names, but for ``torch.Tensor`` and ``torch.nn.Parameter``.
         requires_grad: Give tensors the ``requires_grad`` that they had when they were published; without it none requires grad.
     """
-    tensors = manifest.tensors
-    # Nothing here is to be differentiated through; not asking autograd about every step saves a tenth of the time.
-    with torch._C._AutoDispatchBelowAutograd():
-        unusual = _Unusual(manifest, segments, device)
-        apart = unusual.numbers
-        if not apart:
-            made = _usual(manifest, segments, tensors.kind, tensors.storage, device)
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        segments: Sequence[MappedSegment],
+        *,
+        device: torch.device,
+        classes: Mapping[str, type[torch.Tensor]],
+        requires_grad: bool,
+    ) -> None:
+        self._storages, self._tensors, self._segments = manifest.storages, manifest.tensors, segments
+        self._classes, self._requires_grad = classes, requires_grad
+        kinds = self._tensors.kinds
+        self._layouts = [_layout(kind, device) for kind in kinds]
+        self._is_parameter = [kind.cls == "Parameter" for kind in kinds]
+        self._unfinished = {number for number, kind in enumerate(kinds) if _is_unfinished(kind, requires_grad)}
+        with torch._C._AutoDispatchBelowAutograd():
+            self._unusual = _Unusual(manifest, segments, device)
+        self._made: list[torch.Tensor] = []
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        """One of them."""
+        self._make(number + 1)
+        return self._made[number]
+
+    def column(self, numbers: Sequence[int]) -> list[torch.Tensor | None]:
+        """Some of them, and ``None`` for -1."""
+        self._make(max(numbers, default=-1) + 1)
+        made = self._made
+        if -1 in numbers:
+            return [made[number] if number >= 0 else None for number in numbers]
+        return list(map(made.__getitem__, numbers))
+
+    def _make(self, count: int) -> None:
+        """See to it that there are the first ``count``."""
+        # Nothing here is to be differentiated through; not asking autograd about every step saves a tenth of the time.
+        with torch._C._AutoDispatchBelowAutograd():
+            while len(self._made) < count:
+                self._made += self._step(len(self._made))
+
+    def _step(self, start: int) -> list[torch.Tensor]:
+        rows = slice(start, start + _BATCH)
+        kinds, places = self._tensors.kind[rows], self._tensors.storage[rows]
+        usual = [number not in self._unusual.numbers for number in range(start, start + len(kinds))]
+        if all(usual):
+            made = self._views(kinds, places)
         else:
-            numbers = [number for number in range(len(tensors)) if number not in apart]
-            kinds, places = [tensors.kind[number] for number in numbers], [tensors.storage[number] for number in numbers]
-            found = {number: unusual.make(number) for number in apart}
-            found.update(zip(numbers, _usual(manifest, segments, kinds, places, device), strict=True))
-            made = [found[number] for number in range(len(tensors))]
-    # As torch itself makes a parameter (``UninitializedParameter.materialize``) where nobody else has the tensor: without the
-    # second tensor over the same memory that ``nn.Parameter(tensor)`` makes.
-    parameter, is_parameter = nn.Parameter, [kind.cls == "Parameter" for kind in tensors.kinds]
-    for tensor in compress(made, map(is_parameter.__getitem__, tensors.kind)):
-        tensor.__class__ = parameter
-    unfinished = {number for number, kind in enumerate(tensors.kinds) if _is_unfinished(kind, requires_grad)}
-    if unfinished:
-        for number, kind in enumerate(tensors.kind):
-            if kind in unfinished:
-                made[number] = _finished(made[number], tensors.kinds[kind], classes, requires_grad)
-    return made
+            views = iter(self._views(list(compress(kinds, usual)), list(compress(places, usual))))
+            made = [next(views) if is_usual else self._unusual.make(start + row) for row, is_usual in enumerate(usual)]
+        # As torch itself makes a parameter (``UninitializedParameter.materialize``) where nobody else has the tensor: without the
+        # second tensor over the same memory that ``nn.Parameter(tensor)`` makes.
+        parameter = nn.Parameter
+        for tensor in compress(made, map(self._is_parameter.__getitem__, kinds)):
+            tensor.__class__ = parameter
+        if not self._unfinished.isdisjoint(kinds):
+            made = [
+                self._finished(tensor, kind) if kind in self._unfinished else tensor
+                for tensor, kind in zip(made, kinds, strict=True)
+            ]
+        return made
 
+    def _views(self, kinds: Sequence[int], numbers: Sequence[int]) -> list[torch.Tensor]:
+        """Tensors that are all of one storage each: that of ``numbers``."""
+        storages = self._storages
+        where, offsets, nbytes = (
+            list(map(column.__getitem__, numbers)) for column in (storages.segment, storages.offset, storages.nbytes)
+        )
+        segments = set(where)
+        if len(segments) == 1:
+            return self._segments[where[0]].views(offsets, nbytes, kinds, self._layouts)
+        found = {}
+        for segment in segments:
+            mine = [number == segment for number in where]
+            rows = [list(compress(column, mine)) for column in (offsets, nbytes, kinds)]
+            found[segment] = iter(self._segments[segment].views(rows[0], rows[1], rows[2], self._layouts))
+        return [next(found[segment]) for segment in where]
 
-def _usual(
-    manifest: Manifest, segments: Sequence[MappedSegment], kinds: Sequence[int], numbers: Sequence[int], device: torch.device
-) -> list[torch.Tensor]:
-    """Tensors that are all of one storage each: that of ``numbers``, which come segment by segment nearly always."""
-    storages = manifest.storages
-    layouts = [_layout(kind, device) for kind in manifest.tensors.kinds]
-    where, offsets, nbytes = (
-        list(map(column.__getitem__, numbers)) for column in (storages.segment, storages.offset, storages.nbytes)
-    )
-    made: list[torch.Tensor] = []
-    for segment, run in groupby(where):
-        rows = slice(len(made), len(made) + len(list(run)))
-        made += segments[segment].views(offsets[rows], nbytes[rows], kinds[rows], layouts)
-    return made
+    def _finished(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+        """A tensor with conjugation or negation pending, of a class of its own, or one to compute gradients for."""
+        kind = self._tensors.kinds[number]
+        tensor = torch._neg_view(tensor) if "neg" in kind.flags else tensor
+        tensor = torch.conj(tensor) if "conj" in kind.flags else tensor
+        requires_grad = self._requires_grad and kind.requires_grad
+        if kind.cls and (kind.flags or kind.cls != "Parameter"):
+            return torch.Tensor._make_subclass(self._classes.get(kind.cls, nn.Parameter), tensor, requires_grad)
+        return tensor.requires_grad_() if requires_grad else tensor
 
 
 def _layout(kind: TensorKind, device: torch.device) -> Layout:
@@ -90,14 +136,19 @@ class _Unusual:
     def __init__(self, manifest: Manifest, segments: Sequence[MappedSegment], device: torch.device) -> None:
         self._tensors, self._storages, self._segments, self._device = manifest.tensors, manifest.storages, segments, device
         self._private, self._host = set(self._storages.private), set(self._storages.host)
-        self._owners: dict[int, torch.Tensor] = {}  # of each storage all bytes; all its tensors view their memory
+        # Of each storage all bytes; all its tensors view their memory. What is copied is copied now: memory may run out.
+        self._owners: dict[int, torch.Tensor] = {number: self._whole(number) for number in self._storages.private}
         self._offsets = dict(self._tensors.offsets)
         storage = self._tensors.storage
+        # Nearly always each storage has one tensor, which is seen in a fraction of the time that a set takes.
+        seen = bytearray(len(self._storages) + 2)  # the numbers -1 and -2 stand for no storage, and are the last two here
+        for number in storage:
+            seen[number] = 1
         apart = {-1, -2, *self._private}
-        if len(set(storage)) < len(storage):
+        if seen.count(1) < len(storage):
             apart.update(number for number, count in Counter(storage).items() if count > 1)
         self.numbers = set(self._offsets)
-        if not apart.isdisjoint(storage):
+        if any(map(seen.__getitem__, apart)):
             self.numbers.update([number for number, where in enumerate(storage) if where in apart])
 
     def make(self, number: int) -> torch.Tensor:
@@ -124,15 +175,3 @@ class _Unusual:
 
 def _is_unfinished(kind: TensorKind, requires_grad: bool) -> bool:
     return bool(kind.flags) or kind.cls not in ("", "Parameter") or (requires_grad and kind.requires_grad)
-
-
-def _finished(
-    tensor: torch.Tensor, kind: TensorKind, classes: Mapping[str, type[torch.Tensor]], requires_grad: bool
-) -> torch.Tensor:
-    """A tensor with conjugation or negation pending, of a class of its own, or one to compute gradients for."""
-    tensor = torch._neg_view(tensor) if "neg" in kind.flags else tensor
-    tensor = torch.conj(tensor) if "conj" in kind.flags else tensor
-    requires_grad = requires_grad and kind.requires_grad
-    if kind.cls and (kind.flags or kind.cls != "Parameter"):
-        return torch.Tensor._make_subclass(classes.get(kind.cls, nn.Parameter), tensor, requires_grad)
-    return tensor.requires_grad_() if requires_grad else tensor

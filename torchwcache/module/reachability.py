@@ -17,7 +17,7 @@ from torch import nn
 from torchwcache.module.graph import ATOMIC_TYPES, children, is_leaf
 from torchwcache.module.tree import Tree
 
-__all__ = ["find_meta_tensors", "tree_holds_meta"]
+__all__ = ["BATCH", "LastCheck", "find_meta_tensors"]
 
 # Never entered: a function's globals or a class would lead into every module that is loaded.
 _CLOSED: frozenset[type] = ATOMIC_TYPES | {
@@ -29,7 +29,7 @@ _CLOSED: frozenset[type] = ATOMIC_TYPES | {
 # What these hold is what they contain, so an empty one leads nowhere. An ``OrderedDict`` may have attributes besides.
 _CONTAINERS: frozenset[type] = frozenset({dict, list, set, tuple, frozenset})
 
-_BATCH = 50
+BATCH = 100
 """So many modules are asked about at once: few enough that the second look at what they hold finds it in the core's cache."""
 
 
@@ -86,47 +86,59 @@ def _holds_meta(objects: list[Any], seen: set[int]) -> bool:
     return False
 
 
-def tree_holds_meta(tree: Tree, held: Sequence[tuple[Sequence[dict[str, Any]], Sequence[torch.Tensor | None]]]) -> bool:
-    """Whether a meta tensor is reachable from a module: :func:`find_meta_tensors` for a tree that was filled just now.
+class LastCheck:
+    """Whether a meta tensor is reachable from a module: :func:`find_meta_tensors` for a tree that is filled just now.
 
     It is answered at a fraction of the expense. What a module holds are nearly always a dozen empty dicts of hooks, numbers, and
-    tables of modules and tensors that are known. So the collector is asked what everything that many modules hold leads to. If
+    tables of modules and tensors that are known. So the collector is asked what everything that several modules hold leads to. If
     that is nothing but what is known, no single object needs to be looked at: all else, a tensor too, leads to its class or to
     its contents at least.
 
     Args:
         tree: All modules.
-        held: The ``__dict__`` of the tree, all of them, with what lies in their tables of parameters and buffers, in that order:
-            tensors that are known not to be on the meta device and to have no attributes, and ``None``.
     """
-    suspects: list[Any] = []
-    for states, tensors in held:
-        rows = len(tensors) // len(states) if states else 0
-        for start in range(0, len(states), _BATCH):
-            batch = states[start : start + _BATCH]
-            suspects += _leading_elsewhere(batch, tensors[start * rows : (start + _BATCH) * rows], tree.ids)
-    slotted = {cls for cls in tree.classes if cls.__basicsize__ != nn.Module.__basicsize__}
-    # Besides its ``__dict__``, such a module has places that only the collector lists.
-    suspects += [module for module in tree.modules if type(module) in slotted] if slotted else []
-    if not suspects:
-        return False
-    known = {id(tensor) for _, tensors in held for tensor in tensors}
-    known |= {id(module) for module in tree.modules if type(module) not in slotted}
-    return _holds_meta(suspects, known)
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._suspects: list[Any] = []
+        self._contents: list[Sequence[torch.Tensor | nn.Module | None]] = []
+
+    def add(self, states: Sequence[dict[str, Any]], contents: Sequence[torch.Tensor | nn.Module | None]) -> None:
+        """Look at some modules, which do not change any more.
+
+        Each module of the tree must be given once. :data:`BATCH` of them at a time take the least time.
+
+        Args:
+            states: Their ``__dict__``.
+            contents: What lies in their tables of parameters, of buffers and of modules, in that order: tensors that are known not
+                to be on the meta device and to have no attributes, modules of the tree, and ``None``.
+        """
+        self._contents.append(contents)
+        self._suspects += _leading_elsewhere(states, contents, self._tree)
+
+    def finds_meta(self) -> bool:
+        """The answer, when all modules were looked at."""
+        suspects, tree = self._suspects, self._tree
+        slotted = {cls for cls in tree.classes if cls.__basicsize__ != nn.Module.__basicsize__}
+        # Besides its ``__dict__``, such a module has places that only the collector lists.
+        suspects += [module for module in tree.modules if type(module) in slotted] if slotted else []
+        if not suspects:
+            return False
+        known = {id(obj) for contents in (*self._contents, tree.modules) for obj in contents if type(obj) not in slotted}
+        return _holds_meta(suspects, known)
 
 
-def _leading_elsewhere(states: Sequence[dict[str, Any]], tensors: Sequence[torch.Tensor | None], modules: set[int]) -> list[Any]:
+def _leading_elsewhere(states: Sequence[dict[str, Any]], contents: Sequence[object], tree: Tree) -> list[Any]:
     """All that these modules hold if any of it leads to something that is neither known nor a plain value, else nothing."""
     held = _held(states)
     if _VALUES_IN_OBJECTS and any(type(obj) is dict and obj and not gc.get_referents(obj) for obj in held):
         return held  # the ``__dict__`` of some object
     found = gc.get_referents(*held)
-    if len(found) == len(tensors) and all(map(is_, found, tensors)):
-        return []  # as it is in modules without children
-    strange = set(map(id, found)).difference(modules, map(id, tensors), (id(None),))
-    if not strange or all(type(obj) in ATOMIC_TYPES for obj in found if id(obj) in strange):
+    if len(found) == len(contents) and all(map(is_, found, contents)):
         return []
-    return held
+    known = set(map(id, contents))
+    strange = [obj for obj in found if type(obj) not in ATOMIC_TYPES and id(obj) not in known]
+    return [] if all(type(obj) in tree.classes for obj in strange) and tree.has(strange) else held
 
 
 def _held(states: Sequence[dict[str, Any]]) -> list[Any]:

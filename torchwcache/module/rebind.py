@@ -39,8 +39,8 @@ from torchwcache.memory.base import MappedSegment
 from torchwcache.module.attributes import MISSING, built_attribute
 from torchwcache.module.classes import encode_class_value, tree_classes
 from torchwcache.module.graph import ATOMIC_TYPES, assign, child, remove, type_name
-from torchwcache.module.making import make_tensors
-from torchwcache.module.reachability import find_meta_tensors, tree_holds_meta
+from torchwcache.module.making import TensorMaker
+from torchwcache.module.reachability import BATCH, LastCheck, find_meta_tensors
 from torchwcache.module.same_build import AttributeCheck, Problem, check_tree, plain
 from torchwcache.module.tree import Group, Tree
 
@@ -128,9 +128,9 @@ class _Rebinding:
         self.tree = Tree(module)
         self.groups: list[Group] = []
         self.objects: list[Any] = []
-        self.tensors: list[torch.Tensor] = []
+        self.tensors: TensorMaker
         self.attributed: set[int] = set()
-        self.held: list[tuple[list[dict[str, Any]], list[Any]]] = []  # what lies in the tables, as ``tree_holds_meta`` takes it
+        self.last_check = LastCheck(self.tree)
         self.plain: list[weakref.ref[torch.Tensor]] = []
         self.decoder = Decoder(self.leaf)
 
@@ -144,7 +144,7 @@ class _Rebinding:
             self.check_attributes()
             self.raise_problems()
             classes = self.tensor_classes()
-            self.tensors = make_tensors(
+            self.tensors = TensorMaker(
                 self.manifest, self.segments, device=self.device, classes=classes, requires_grad=self.requires_grad
             )
             self.apply_edits()
@@ -162,10 +162,10 @@ class _Rebinding:
         storages = self.manifest.storages
         copied = sum([storages.nbytes[number] for number in storages.private])
         mapped = sum(storages.nbytes) - copied
-        return RebindReport(mapped_nbytes=mapped, copied_nbytes=copied, tensors=len(self.tensors), plain=self.plain)
+        return RebindReport(mapped_nbytes=mapped, copied_nbytes=copied, tensors=len(self.manifest.tensors), plain=self.plain)
 
     def check_completeness(self) -> None:
-        if tree_holds_meta(self.tree, self.held):
+        if self.last_check.finds_meta():
             left = find_meta_tensors(self.module)
             self.problems += [(path, "is still on the meta device: the manifest has no value for it") for path in left]
             self.raise_problems()
@@ -254,8 +254,9 @@ class _Rebinding:
         """What the torch-free decoder cannot make."""
         match node:
             case VTensor():
-                self.plain.append(weakref.ref(self.tensors[node.index]))
-                return self.tensors[node.index]
+                tensor = self.tensors[node.index]
+                self.plain.append(weakref.ref(tensor))
+                return tensor
             case VObject():
                 return self.objects[node.index]
             case VWeakref():
@@ -318,24 +319,40 @@ class _Rebinding:
         return found
 
     def fill_tables(self) -> None:
-        """After all edits: whatever they did, what lies in the tables is what the manifest says."""
-        tensors: list[torch.Tensor | None] = [*self.tensors, None]  # where a module holds None, its number is -1
-        bare: list[Any] = tensors
-        if self.attributed:
-            bare = [self if number in self.attributed else tensor for number, tensor in enumerate(tensors)]  # self: known to nobody
+        """After all edits: whatever they did, what lies in the tables is what the manifest says.
+
+        From here on nothing that modules hold changes. So all that is left is done to some modules at a time, while they are in the
+        core's cache: tensors are made for them, the last check looks at them.
+        """
         for group in self.groups:
-            kind, states = group.kind, group.states
+            kind = group.kind
             if kind.same_as:
                 continue  # filled at their first path
-            training = kind.training
-            for state in states:
-                state["training"] = training
-            buffers = [(name, column) for name, _, column in kind.buffers]
-            _fill(states, "_parameters", kind.parameters, tensors)
-            _fill(states, "_buffers", buffers, tensors)
-            _fill_sets(states, {name for name, persistent, _ in kind.buffers if not persistent})
-            columns = [map(bare.__getitem__, column) for _, column in (*kind.parameters, *buffers)]
-            self.held.append((states, list(columns[0] if len(columns) == 1 else chain.from_iterable(zip(*columns, strict=True)))))
+            parameters, buffers = [name for name, _ in kind.parameters], [name for name, _, _ in kind.buffers]
+            temporary = {name for name, persistent, _ in kind.buffers if not persistent}
+            columns = [*[column for _, column in kind.parameters], *[column for _, _, column in kind.buffers]]
+            for start in range(0, len(group.states), BATCH):
+                rows = slice(start, start + BATCH)
+                states, numbers = group.states[rows], [column[rows] for column in columns]
+                tensors = list(map(self.tensors.column, numbers))
+                for state in states:
+                    state["training"] = kind.training
+                _fill(states, "_parameters", parameters, tensors[: len(parameters)])
+                _fill(states, "_buffers", buffers, tensors[len(parameters) :])
+                _fill_sets(states, temporary)
+                contents: list[Any] = list(zip(*self.bare(numbers, tensors), strict=True)) if columns else [()] * len(states)
+                if kind.children:
+                    contents = [(*row, *state["_modules"].values()) for row, state in zip(contents, states, strict=True)]
+                self.last_check.add(states, list(chain.from_iterable(contents)))
+
+    def bare(self, numbers: Sequence[Sequence[int]], tensors: Sequence[Sequence[torch.Tensor | None]]) -> Sequence[Sequence[Any]]:
+        """These tensors, but another object in place of those whose attributes may lead to something."""
+        if not self.attributed:
+            return tensors
+        return [
+            [self if number in self.attributed else tensor for number, tensor in zip(*column, strict=True)]
+            for column in zip(numbers, tensors, strict=True)
+        ]
 
     def apply_edits(self) -> None:
         for number, edit in enumerate(self.manifest.edits):
@@ -415,22 +432,19 @@ def _put_back(target: Any, kind: str, key: Any, value: Any) -> None:
             assign(target, kind, key, value)
 
 
-def _fill(
-    states: list[dict[str, Any]], table: str, columns: Sequence[tuple[str, Sequence[int]]], tensors: list[torch.Tensor | None]
-) -> None:
+def _fill(states: list[dict[str, Any]], table: str, names: Sequence[str], columns: Sequence[Sequence[torch.Tensor | None]]) -> None:
     """Put tensors into one table of modules of one kind: under each name what the column has for each module."""
     tables: list[dict[str, torch.Tensor | None]] = [state[table] for state in states]
-    if not columns and not any(tables):
+    if not names and not any(tables):
         return
-    names = tuple([name for name, _ in columns])
-    if set(map(tuple, tables)) != {names}:
+    if set(map(tuple, tables)) != {tuple(names)}:
         for entries in tables:
-            if tuple(entries) != names:
+            if list(entries) != names:
                 entries.clear()
-    for name, column in columns:
-        for entries, index in zip(tables, column, strict=True):
+    for name, column in zip(names, columns, strict=True):
+        for entries, tensor in zip(tables, column, strict=True):
             # Under the key that is there: torch's own, which is found by identity. A replaced value is no change of the dict.
-            entries[name] = tensors[index]
+            entries[name] = tensor
 
 
 def _fill_sets(states: list[dict[str, Any]], names: set[str]) -> None:

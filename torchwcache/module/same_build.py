@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import Any, TypeAlias
 
 from torchwcache.encoding import Value, VBool, VFloat, VInt, VStr, decode
@@ -24,8 +23,6 @@ _CHEAP = frozenset({str, int, bool, float, type(None)})
 """Types whose values are equal in tagged form if they are of one type and equal in Python; tuples of them, too, item by item.
 NaN is settled the other way."""
 
-_modules_of = itemgetter("_modules")
-
 
 # ---- the tree ----------------------------------------------------------------------------------------------------------------
 
@@ -37,21 +34,21 @@ def check_tree(tree: Tree, modules: Modules) -> tuple[list[Group], list[Problem]
         The modules by kind, and what differs; no modules if they are not the same ones.
     """
     groups = tree.groups(modules) if len(tree.states) == len(modules) else []
-    if tree.named or modules.named or not groups or not all(map(_same_children, groups)):
+    if tree.named or modules.named or not groups or not _same_children(tree, modules):
         mine, theirs = tree.paths(), modules.paths()
         if mine != theirs:
             return [], _differing_paths(mine, theirs)
     return groups, [*_differing_classes(tree, modules), *_differing_sharing(tree, modules)]
 
 
-def _same_children(group: Group) -> bool:
-    """Whether all modules of a group have the children that their kind has, and so, all in all, the same paths."""
-    tables, children = list(map(_modules_of, group.states)), group.kind.children
-    if not children:
-        return not any(tables)
-    if set(map(tuple, tables)) == {children}:
-        return True
-    return {tuple([name for name, child in table.items() if child is not None]) for table in tables} == {children}
+def _same_children(tree: Tree, modules: Modules) -> bool:
+    """Whether all modules have the children that their kind has, and so, all in all, the same paths."""
+    names = [kind.children for kind in modules.kinds]
+    theirs = [names[modules.kind[number]] for number, _ in tree.parents]
+    mine = [tuple(table) for _, table in tree.parents]
+    if mine != theirs:
+        mine = [tuple([name for name, child in table.items() if child is not None]) for _, table in tree.parents]
+    return mine == theirs and sum(map(bool, mine)) == sum(map(bool, map(names.__getitem__, modules.kind)))
 
 
 def _differing_paths(mine: Sequence[str], theirs: Sequence[str]) -> list[Problem]:
@@ -62,7 +59,7 @@ def _differing_paths(mine: Sequence[str], theirs: Sequence[str]) -> list[Problem
 
 def _differing_classes(tree: Tree, modules: Modules) -> list[Problem]:
     names = {cls: type_name(cls) for cls in tree.classes}
-    pairs = set(zip(map(type, tree.modules), modules.kind, strict=True))  # few: the layers of a model are alike
+    pairs = set(zip(tree.types, modules.kind, strict=True))  # few: the layers of a model are alike
     if all(names[cls] == modules.kinds[kind].cls for cls, kind in pairs):
         return []
     return [
@@ -73,7 +70,7 @@ def _differing_classes(tree: Tree, modules: Modules) -> list[Problem]:
 
 
 def _differing_sharing(tree: Tree, modules: Modules) -> list[Problem]:
-    if len(tree.ids) == len(tree.modules) and not any(kind.same_as for kind in modules.kinds):
+    if tree.distinct == len(tree.modules) and not any(kind.same_as for kind in modules.kinds):
         return []  # no module has two paths
     problems: list[Problem] = []
     first: dict[int, int] = {}
