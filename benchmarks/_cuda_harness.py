@@ -153,36 +153,12 @@ class Harness:
         with self.worker(function, **arguments) as worker:
             return worker.step()
 
-    def measured(
-        self,
-        function: str,
-        count: int,
-        prepare: Callable[[], Any],
-        /,
-        *,
-        early: bool = True,
-        started: Sequence[Worker] = (),
-        **arguments: Any,
-    ) -> list[dict[str, Any]]:
-        """Run a function of two steps, to get ready and to measure, in ``count`` fresh processes, one after the other.
-
-        They get ready side by side: only measuring is done alone. With ``early`` they do so while ``prepare`` makes what they are
-        going to use, which saves seconds and needs the memory of their CUDA contexts meanwhile. ``started`` are processes that run
-        the function already.
-        """
-        with contextlib.ExitStack() as stack:
-            if not early:
-                prepare()
-            workers = list(started) or [stack.enter_context(self.worker(function, **arguments)) for _ in range(count)]
-            if early:
-                prepare()
-            for worker in workers:
-                self.note_gpu(worker.ready())
-            found = []
-            for worker in workers:
-                found.append(worker.step())
-                worker.close()
-            return found
+    def measured(self, function: str, prepare: Callable[[], Any], /, **arguments: Any) -> dict[str, Any]:
+        """Run a function of two steps, to get ready and to measure, in a fresh process, which gets ready while ``prepare`` runs."""
+        with self.worker(function, **arguments) as worker:
+            prepare()
+            self.note_gpu(worker.ready())
+            return worker.step()
 
     def note_gpu(self, ready: dict[str, Any]) -> None:
         """What a worker that has a context says of its device, and what the driver's own tool says."""
@@ -224,11 +200,11 @@ class Harness:
     # ---- rows --------------------------------------------------------------------------------------------------------------
 
     def row(self, kind: str, what: dict[str, Any], values: dict[str, Sequence[float]]) -> dict[str, Any]:
-        """The medians as they are; the least of each beside them."""
+        """The medians as they are; the least of each, and all values, beside them."""
         found = {key: spread(value) for key, value in values.items()}
         medians = {key: value["median"] for key, value in found.items()}
         least = {key: value["min"] for key, value in found.items()}
-        row = self.report.add(kind, **what, **medians, least=least, repeats=next(iter(found.values()))["repeats"])
+        row = self.report.add(kind, **what, **medians, least=least, values=values, repeats=next(iter(found.values()))["repeats"])
         self.say(f"  {kind}: " + ", ".join(f"{key} {_report.shown(value)}" for key, value in ({**what, **medians}).items()))
         return row
 

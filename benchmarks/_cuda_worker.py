@@ -558,6 +558,8 @@ def main() -> None:
     name, quiet = sys.argv[1], os.environ.get(QUIET_FILE)
     machine: dict[str, float] = {}
     for said in globals()[name](**json.loads(sys.argv[2])):
+        if machine:
+            machine["python_after_ms"] = python_ms()
         out.write(json.dumps({**said, **machine}) + "\n")
         out.flush()
         if not sys.stdin.readline():

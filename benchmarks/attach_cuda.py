@@ -2,15 +2,16 @@
 
     python benchmarks/attach_cuda.py [--device cuda|cpu] [--quick] [--out FILE] [--dir FOLDER] [--docs | --docs-only]
 
-The module is made on the GPU and published by one process, then attached by fresh ones. Sides follow each other, since 130 GiB do
-not fit twice. Every client checks what it got, after the clock. Needs 135 GiB of GPU memory; about four minutes on an H200.
+The module is made on the GPU and published by one process, then attached by fresh ones. Sides take turns where the memory of all
+fits; else they follow each other. Every client checks what it got, after the clock. Needs 135 GiB of GPU memory; about six minutes
+on an H200.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,38 @@ def plan_for(*, on_gpu: bool, quick: bool) -> Plan:
         counts = (Case(nbytes=GIB, tensors=100, repeats=2), Case(nbytes=2 * GIB, tensors=20_000, repeats=2))
         return Plan(sizes=sizes, counts=counts, main=sizes[-1], compute={"count": 16, "rows": 8192, "width": 8192}, rounds=6)
     sizes = tuple(Case(nbytes=nbytes * GIB, tensors=2_000, repeats=3 if nbytes == 130 else 5) for nbytes in (10, 50, 100, 130))
-    counts = tuple(Case(nbytes=10 * GIB, tensors=n, repeats=3 if n == 92_000 else 5) for n in (100, 20_000, 92_000))
+    counts = tuple(Case(nbytes=10 * GIB, tensors=n, repeats=5) for n in (100, 20_000, 92_000))
     return Plan(sizes=sizes, counts=counts, main=sizes[2], compute={"count": 72, "rows": 8192, "width": 8192}, rounds=15)
+
+
+SIDES = ("ours", "floor", "ipc")
+
+
+@dataclass(slots=True)
+class Side:
+    """One way to get at the memory of another process: who has it, and fresh processes that get it."""
+
+    name: str
+    server: Worker
+    clients: list[Worker]
+    start: Callable[[], Worker]
+    runs: list[dict[str, Any]] = field(default_factory=list)
+
+    def prepare(self) -> None:
+        """Have the memory made."""
+        self.server.ready()
+        said = self.server.step()
+        assert said.get("published", True), said
+
+    def measure(self, number: int) -> None:
+        """One fresh process, to its end."""
+        self.runs.append(self.clients[number].step())
+        self.clients[number].close()
+
+
+def speeds(runs: Sequence[dict[str, Any]]) -> dict[str, Sequence[float]]:
+    """How fast the machine ran a fixed piece of Python, before and after each measurement."""
+    return {name: [run[name] for run in runs] for name in ("python_ms", "python_after_ms")}
 
 
 class Bench:
@@ -91,24 +122,61 @@ class Bench:
         self.set_targets()
 
     def case(self, case: Case) -> None:
-        """All sides of a case. Their processes start side by side, which takes longer than all else; they measure one by one."""
-        sides = ("publish", "attach"), ("floor_serve", "floor_attach"), ("ipc_serve", "ipc_attach")
+        """All sides of a case. Their processes start side by side, which takes longer than all else; they measure one by one.
+
+        Where the memory of all sides fits, they do so by turns: a machine that is slower for a while is slower for all of them.
+        """
+        names = SIDES if self.harness.on_gpu else SIDES[:2]
         with contextlib.ExitStack() as stack:
-            started: dict[str, list[Worker]] = {}
-            for server, client in sides[: 3 if self.harness.on_gpu else 2]:
-                same = self.arguments(server, case)
-                started[server] = [stack.enter_context(self.harness.worker(server, **same))]
-                clients = case.repeats if case.nbytes <= EARLY_NBYTES else 0
-                started[client] = [stack.enter_context(self.harness.worker(client, **same)) for _ in range(clients)]
-            for worker in (worker for workers in started.values() for worker in workers):
-                worker.ready()  # whoever still imports takes time from whoever is measured
-            ours = self.ours(case, started)
-            floor = self.served(case, "floor", ("receive", "map", "views"), started)
-            ipc = self.served(case, "ipc", ("receive", "open", "assign"), started) if self.harness.on_gpu else None
+            early = case.nbytes <= EARLY_NBYTES
+            sides = [self.side(name, case, stack, clients=case.repeats if early else 0) for name in names]
+            for worker in (worker for side in sides for worker in (side.server, *side.clients)):
+                self.harness.note_gpu(worker.ready())  # whoever still imports takes time from whoever is measured
+            if len(sides) * case.nbytes <= EARLY_NBYTES:
+                for side in sides:
+                    side.prepare()
+                for number in range(case.repeats):
+                    for side in sides:
+                        side.measure(number)
+                rows = {side.name: self.finish(side, case) for side in sides}
+            else:
+                rows = {side.name: self.measure(side, case, stack) for side in sides}
+        ours, floor = rows["ours"], rows["floor"]
         row = {"placed_ms": ours["placed_ms"], "us_per_tensor": ours["us_per_tensor"], "floor_ms": floor["placed_ms"]}
-        if ipc is not None:
-            row |= {"ipc_ms": ipc["placed_ms"], "times": ipc["placed_ms"] / ours["placed_ms"]}
+        if "ipc" in rows:
+            row |= {"ipc_ms": rows["ipc"]["placed_ms"], "times": rows["ipc"]["placed_ms"] / ours["placed_ms"]}
         self.rows[case] = self.report.add("case", **case.what, **row)
+
+    def side(self, name: str, case: Case, stack: contextlib.ExitStack, *, clients: int) -> Side:
+        server, client = {"ours": ("publish", "attach")}.get(name, (f"{name}_serve", f"{name}_attach"))
+        same = self.arguments(server, case)
+        if "socket_path" in same:
+            Path(same["socket_path"]).unlink(missing_ok=True)
+
+        def start(function: str) -> Worker:
+            return stack.enter_context(self.harness.worker(function, **same))
+
+        return Side(name, start(server), [start(client) for _ in range(clients)], lambda: start(client))
+
+    def measure(self, side: Side, case: Case, stack: contextlib.ExitStack) -> dict[str, Any]:
+        """A side whose memory is there alone."""
+        side.prepare()
+        while len(side.clients) < case.repeats:  # there was no room for their contexts beside the making of the memory
+            side.clients.append(side.start())
+        for client in side.clients:
+            client.ready()
+        for number in range(case.repeats):
+            side.measure(number)
+        return self.finish(side, case)
+
+    def finish(self, side: Side, case: Case) -> dict[str, Any]:
+        if side.name == "ours":
+            return self.ours(side, case)
+        phases = {"floor": ("receive", "map", "views"), "ipc": ("receive", "open", "assign")}[side.name]
+        side.server.close()
+        values = {f"{name}_ms": [ms(run[f"{name}_s"]) for run in side.runs] for name in (*phases, "placed")}
+        values["us_per_tensor"] = [run["placed_s"] / case.tensors * 1e6 for run in side.runs]
+        return self.harness.row(side.name, case.what, values | speeds(side.runs))
 
     def arguments(self, server: str, case: Case) -> dict[str, Any]:
         harness = self.harness
@@ -117,21 +185,10 @@ class Bench:
             return {**same, "folder": str(harness.folder), "variant": VARIANT}
         return {**same, "socket_path": str(harness.folder / f"{server.removesuffix('_serve')}.sock")}
 
-    # ---- sides -------------------------------------------------------------------------------------------------------------
-
-    def ours(self, case: Case, started: Mapping[str, list[Worker]]) -> dict[str, Any]:
-        harness, same = self.harness, self.arguments("publish", case)
-        (producer,) = started["publish"]
-        with producer:
-
-            def prepare() -> None:
-                harness.note_gpu(producer.ready())
-                published = producer.step()
-                assert published["published"], published
-
-            early = case.nbytes <= EARLY_NBYTES
-            runs = harness.measured("attach", case.repeats, prepare, early=early, started=started["attach"], **same)
-            facts = harness.daemon_facts(producer.process.pid)
+    def ours(self, side: Side, case: Case) -> dict[str, Any]:
+        harness, runs = self.harness, side.runs
+        facts = harness.daemon_facts(side.server.process.pid)
+        side.server.close()
         harness.evict()
         assert all(run["tensors"] == case.tensors for run in runs), runs
         phases = ("fingerprint", "connect", "wait", "map", "rebind")
@@ -142,32 +199,13 @@ class Bench:
             "us_per_tensor": [value / case.tensors * 1e6 for value in placed],
             "build_ms": [ms(run["seconds"]["build"]) for run in runs],
             "all_ms": [ms(run["ready_s"]) for run in runs],
-            "python_ms": [run["python_ms"] for run in runs],
         }
         first = runs[0]
         more = {"mapped_gib": first["mapped_nbytes"] / GIB, "copied_nbytes": first["copied_nbytes"]}
         more["same_addresses"] = None if first["same_addresses"] is None else all(run["same_addresses"] for run in runs)
-        row = harness.row("hit", {**case.what, **more, "segments": facts["segments"]}, values)
+        row = harness.row("hit", {**case.what, **more, "segments": facts["segments"]}, values | speeds(runs))
         self.report.add("daemon", **case.what, **facts)
         return row
-
-    def served(self, case: Case, side: str, phases: Sequence[str], started: Mapping[str, list[Worker]]) -> dict[str, Any]:
-        """A side with a server of its own."""
-        harness, same = self.harness, self.arguments(f"{side}_serve", case)
-        Path(same["socket_path"]).unlink(missing_ok=True)
-        (server,) = started[f"{side}_serve"]
-        with server:
-
-            def prepare() -> None:
-                server.ready()
-                server.step()
-
-            early, clients = case.nbytes <= EARLY_NBYTES, started[f"{side}_attach"]
-            runs = harness.measured(f"{side}_attach", case.repeats, prepare, early=early, started=clients, **same)
-        values = {f"{name}_ms": [ms(run[f"{name}_s"]) for run in runs] for name in (*phases, "placed")}
-        values["us_per_tensor"] = [run["placed_s"] / case.tensors * 1e6 for run in runs]
-        values["python_ms"] = [run["python_ms"] for run in runs]
-        return harness.row(side, case.what, values)
 
     def compute(self) -> None:
         harness, plan = self.harness, self.plan
@@ -178,7 +216,7 @@ class Bench:
                 producer.step()
                 producer.step()
 
-            (found,) = harness.measured("compute", 1, prepare, **same, rounds=plan.rounds)
+            found = harness.measured("compute", prepare, **same, rounds=plan.rounds)
         harness.evict()
         names = {
             "read": "sum over all weights",
@@ -247,7 +285,7 @@ TABLES = [
         columns={
             **WHAT, "segments": "Segments", "fingerprint_ms": "Fingerprint", "connect_ms": "Connect", "wait_ms": "Round trip",
             "map_ms": "Map", "rebind_ms": "Rebind", "placed_ms": "Placed", "build_ms": "Build", "all_ms": "The whole call",
-            "same_addresses": "At the producer's addresses", "python_ms": "Python",
+            "same_addresses": "At the producer's addresses", "python_ms": "Python", "python_after_ms": "Python, after",
         },
     ),
     Table(
@@ -256,7 +294,7 @@ TABLES = [
         text="Milliseconds: receive all handles in one message, open each, put each tensor into the module.",
         columns={
             **WHAT, "receive_ms": "Receive", "open_ms": "Open", "assign_ms": "Assign", "placed_ms": "Placed",
-            "us_per_tensor": "us a tensor", "python_ms": "Python",
+            "us_per_tensor": "us a tensor", "python_ms": "Python", "python_after_ms": "Python, after",
         },
     ),
     Table(
@@ -265,7 +303,7 @@ TABLES = [
         text="Milliseconds: receive one descriptor, map it once, make the views.",
         columns={
             **WHAT, "receive_ms": "Receive", "map_ms": "Map", "views_ms": "Views", "placed_ms": "Placed",
-            "us_per_tensor": "us a tensor", "python_ms": "Python",
+            "us_per_tensor": "us a tensor", "python_ms": "Python", "python_after_ms": "Python, after",
         },
     ),
     Table(
@@ -291,8 +329,9 @@ A module of equal bfloat16 matrices, each in a submodule of its own, is made on 
 with their imports and their CUDA context done before the clock starts. The other side is torch's own CUDA IPC with one handle per
 tensor, the transport of the weight caches of SGLang and vLLM, written as SGLang 0.5.23 does it: each tensor pickled by
 `ForkingPickler`, all of them in one message over a Unix socket, each rebuilt and assigned. Every client compares what it got with
-what was published, after the clock. Numbers are medians; the JSON, which is `benchmarks/results/attach_cuda.json`, has the least of
-each beside them."""
+what was published, after the clock. Up to 30 GiB the sides take turns, process by process, so that all of them see the machine as
+it is just then; beyond, the memory of all of them does not fit. *Python* is the time of a fixed piece of Python, right before and
+right after. Numbers are medians; the JSON, which is `benchmarks/results/attach_cuda.json`, has every single one."""
 
 
 def section(result: dict[str, Any]) -> str:

@@ -144,7 +144,14 @@ def close(here: Here, *, name: str = "model") -> None:
 
 
 def load_without_us(here: Here, *, cfg: dict[str, Any], name: str = "model") -> None:
-    """What a user without torchwcache would do: the reference for everything."""
+    """What a user without torchwcache would do: the reference for everything.
+
+    No parameter requires grad, as in an attached model: torch chooses kernels by that, also where no gradients are computed.
+    """
+    here.models[name] = _load_without_us(cfg).requires_grad_(False)
+
+
+def _load_without_us(cfg: dict[str, Any]) -> nn.Module:
     values = dict(cfg)
     path = values.pop("checkpoint")
     if "build" not in values:
@@ -152,8 +159,8 @@ def load_without_us(here: Here, *, cfg: dict[str, Any], name: str = "model") -> 
 
         with open(os.path.join(path, "config.json")) as file:
             cls = getattr(transformers, json.load(file)["architectures"][0])
-        here.models[name] = cls.from_pretrained(path, dtype=getattr(torch, values["dtype"]) if "dtype" in values else "auto")
-        return
+        loaded: nn.Module = cls.from_pretrained(path, dtype=getattr(torch, values["dtype"]) if "dtype" in values else "auto")
+        return loaded
     from safetensors.torch import load_file
 
     module = resolve(values["build"])(**values.get("build_kwargs", {}))
@@ -166,7 +173,7 @@ def load_without_us(here: Here, *, cfg: dict[str, Any], name: str = "model") -> 
     module.eval()
     if "finalize" in values:
         resolve(values["finalize"])(module)
-    here.models[name] = module
+    return module  # type: ignore[no-any-return]
 
 
 def resolve(name: str) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from torch import nn
 from torchwcache.encoding import VBool, VFloat, VInt, VObject, VStr, VTensor, VTuple
 from torchwcache.errors import ManifestError
 from torchwcache.manifest import (
+    Column,
     Edit,
     Manifest,
     ModuleSpec,
@@ -31,6 +33,7 @@ from torchwcache.manifest import (
     pack_tensors,
     validate,
 )
+from torchwcache.manifest.columns import pack_column, unpack_column
 
 
 class Net(nn.Module):
@@ -55,8 +58,10 @@ def publication() -> Publication:
 def put(obj: Any, path: str, value: Any) -> Any:
     """A manifest with another value at ``a.0.b``: field ``b`` of item 0 of field ``a``."""
     head, _, rest = path.partition(".")
-    inner = obj[int(head)] if isinstance(obj, tuple) else getattr(obj, head)
-    new = put(inner, rest, value) if rest else value
+    inner = obj[int(head)] if isinstance(obj, (tuple, Column)) else getattr(obj, head)
+    new = put(inner, rest, value) if rest else Column(value) if isinstance(inner, Column) else value
+    if isinstance(obj, Column):
+        return Column([*obj[: int(head)], new, *obj[int(head) + 1 :]])
     if isinstance(obj, tuple):
         return (*obj[: int(head)], new, *obj[int(head) + 1 :])
     return msgspec.structs.replace(obj, **{head: new})
@@ -111,10 +116,9 @@ A_PARAMETERS = "that of a parameter"
         ("storages.nbytes", (1,) * 99, "storages.nbytes"),
         ("storages.offset.1", 2**40, "storages.offset[1]"),
         ("storages.offset.1", BIG, "storages.offset[1]"),
-        ("storages.offset.1", 2**64 - 1, "storages.offset[1]"),
         ("storages.offset.1", -64, "storages.offset[1]"),
         ("storages.nbytes.0", 2**40, "storages.offset[0]"),
-        ("storages.nbytes.0", 2**64 - 1, "storages.offset[0]"),
+        ("storages.nbytes.0", BIG, "storages.offset[0]"),
         ("storages.nbytes.0", 0, "storages.offset[0]"),
         ("storages.nbytes.0", -1, "storages.offset[0]"),
         ("storages.nbytes.0", 1, "tensors.storage[?]"),
@@ -129,7 +133,7 @@ A_PARAMETERS = "that of a parameter"
         ("tensors.storage.0", -1, "tensors.storage[0]"),
         ("tensors.storage.0", -2, "tensors.storage[0]"),
         ("tensors.storage.0", -3, "tensors.storage[0]"),
-        ("tensors.storage.0", 2**64 - 1, "tensors.storage[0]"),
+        ("tensors.storage.0", BIG, "tensors.storage[0]"),
         ("tensors.offsets.0", (99, 0), "tensors.offsets[0]"),
         ("tensors.offsets.0", (-1, 0), "tensors.offsets[0]"),
         ("tensors.offsets.0", (0, 5), "tensors.offsets[0]"),
@@ -150,20 +154,24 @@ A_PARAMETERS = "that of a parameter"
         ("modules.kinds.{root}.children", (), "modules.kind"),
         ("modules.kinds.{root}.children", ("first", "layers", "more"), "modules.kind"),
         ("modules.kinds.{linear}.children", ("x",), "modules.kind"),
-        ("modules.kinds.{linear}.parameters.0", ("weight", (0,)), "modules.kinds[{linear}].parameters[0]"),
-        ("modules.kinds.{linear}.parameters.1", ("bias", (0, 99)), "modules.kinds[{linear}].parameters[1][1]"),
-        ("modules.kinds.{linear}.parameters.1", ("bias", (-2, 0)), "modules.kinds[{linear}].parameters[1][0]"),
-        ("modules.kinds.{root}.buffers.0", ("seen", True, ()), "modules.kinds[{root}].buffers[0]"),
-        ("modules.kinds.{root}.buffers.0", ("seen", True, (BIG,)), "modules.kinds[{root}].buffers[0][0]"),
-        ("modules.kinds.{linear}.attributes", (("x", (), ()),), "modules.kinds[{linear}].attributes[0]"),
-        ("modules.kinds.{linear}.attributes", (("x", (), (0, 0)),), "modules.kinds[{linear}].attributes[0][0]"),
-        ("modules.kinds.{linear}.attributes", (("x", (VInt(1),), (0, 1)),), "modules.kinds[{linear}].attributes[0][1]"),
-        ("modules.kinds.{linear}.attributes", (("x", (VInt(1),) * 3, (0,)),), "modules.kinds[{linear}].attributes[0]"),
-        ("modules.kinds.{linear}.attributes", (("x", (VInt(1),) * 3, (-1, 0)),), "modules.kinds[{linear}].attributes[0][0]"),
+        ("modules.kinds.{linear}.parameters.0", ("weight", Column([0])), "modules.kinds[{linear}].parameters[0]"),
+        ("modules.kinds.{linear}.parameters.1", ("bias", Column([0, 99])), "modules.kinds[{linear}].parameters[1][1]"),
+        ("modules.kinds.{linear}.parameters.1", ("bias", Column([-2, 0])), "modules.kinds[{linear}].parameters[1][0]"),
+        ("modules.kinds.{root}.buffers.0", ("seen", True, Column()), "modules.kinds[{root}].buffers[0]"),
+        ("modules.kinds.{root}.buffers.0", ("seen", True, Column([BIG])), "modules.kinds[{root}].buffers[0][0]"),
+        ("modules.kinds.{linear}.attributes", (("x", (), Column()),), "modules.kinds[{linear}].attributes[0]"),
+        ("modules.kinds.{linear}.attributes", (("x", (), Column([0, 0])),), "modules.kinds[{linear}].attributes[0][0]"),
+        ("modules.kinds.{linear}.attributes", (("x", (VInt(1),), Column([0, 1])),), "modules.kinds[{linear}].attributes[0][1]"),
+        ("modules.kinds.{linear}.attributes", (("x", (VInt(1),) * 3, Column([0])),), "modules.kinds[{linear}].attributes[0]"),
+        (
+            "modules.kinds.{linear}.attributes",
+            (("x", (VInt(1),) * 3, Column([-1, 0])),),
+            "modules.kinds[{linear}].attributes[0][0]",
+        ),
         ("modules.kinds.{again}.same_as", (4,), "modules.kinds[{again}].same_as[0]"),
         ("modules.kinds.{again}.same_as", (-1,), "modules.kinds[{again}].same_as[0]"),
         ("modules.kinds.{again}.same_as", (1, 1), "modules.kinds[{again}].same_as"),
-        ("modules.kinds.{again}.parameters", (("weight", (0,)),), "modules.kinds[{again}]"),
+        ("modules.kinds.{again}.parameters", (("weight", Column([0])),), "modules.kinds[{again}]"),
         ("modules.named", ("",), "modules.named"),
         ("modules.named", ("x",) * 5, "modules.named"),
         ("modules.named", ("",) * 5, "modules.kinds[{root}].children"),
@@ -207,21 +215,54 @@ def test_malformed_bytes(data: bytes) -> None:
         decode_manifest(data)
 
 
-@pytest.mark.parametrize("value", [1.5, "1", True, None, [1], b"\x00" * 8])
+Ext = msgspec.msgpack.Ext
+
+
+@pytest.mark.parametrize("value", [1.5, "1", True, None, 1, [0, 0], b"\x00" * 8, datetime(2026, 1, 1, tzinfo=UTC)], ids=str)
 def test_a_column_holds_integers_only(publication: Publication, value: Any) -> None:
     raw = msgspec.msgpack.decode(publication.data)
-    raw[7][1][0] = value
-    with pytest.raises(ManifestError, match=r"\[7\]\[1\]\[0\]"):
+    assert isinstance(raw[7][1], Ext)
+    raw[7][1] = value
+    with pytest.raises(ManifestError, match=r"\[7\]\[1\]"):
         decode_manifest(msgspec.msgpack.encode(raw))
+
+
+@pytest.mark.parametrize(("code", "nbytes"), [(0, 0), (0, 8), (3, 6), (16, 16), (127, 127), (2, 7), (4, 6), (8, 20)])
+def test_a_column_is_whole_integers_of_a_size_that_there_is(publication: Publication, code: int, nbytes: int) -> None:
+    raw = msgspec.msgpack.decode(publication.data)
+    raw[7][1] = Ext(code, b"\x00" * nbytes)
+    with pytest.raises(ManifestError, match=rf"{nbytes} bytes are no whole|integers of {code} bytes"):
+        decode_manifest(msgspec.msgpack.encode(raw))
+
+
+@pytest.mark.parametrize("code", [1, 2, 4, 8])
+def test_nothing_else_is_a_column(publication: Publication, code: int) -> None:
+    raw = msgspec.msgpack.decode(publication.data)
+    raw[1] = Ext(code, b"\x00" * 8)
+    with pytest.raises(ManifestError, match=r"\[1\]"):
+        decode_manifest(msgspec.msgpack.encode(raw))
+
+
+@pytest.mark.parametrize("code", [0, 1, 8, 127])
+@pytest.mark.parametrize("header", [b"\xc9\xff\xff\xff\xff", b"\xc9\x7f\xff\xff\xff", b"\xc9\x01\x00\x00\x00", b"\xc8\xff\xff"])
+def test_a_length_takes_no_memory_before_its_bytes_are_there(publication: Publication, header: bytes, code: int) -> None:
+    column = publication.manifest().storages.offset
+    packed = msgspec.msgpack.encode(Ext(column.view.itemsize, bytes(column.view)))
+    before, after = publication.data.split(packed, 1)
+    refused_at_once(before + header + bytes([code]) + after)
 
 
 @pytest.mark.parametrize("header", [b"\xdd\xff\xff\xff\xff", b"\xdd\x7f\xff\xff\xff", b"\xdd\x01\x00\x00\x00", b"\xdc\xff\xff"])
 def test_a_count_takes_no_memory_before_its_items_are_there(publication: Publication, header: bytes) -> None:
-    column = msgspec.msgpack.encode(publication.manifest().storages.segment)
-    before, after = publication.data.split(column, 1)
+    segments = msgspec.msgpack.encode(publication.manifest().segments)
+    before, after = publication.data.split(segments, 1)
+    refused_at_once(before + header + segments[1:] + after)
+
+
+def refused_at_once(data: bytes) -> None:
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ManifestError):
-        decode_manifest(before + header + column[1:] + after)
+        decode_manifest(data)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used < 64 << 10  # KiB
 
 
@@ -241,7 +282,7 @@ def test_paths_that_would_fill_memory() -> None:
     levels, name = 3000, "n" * 1000
     specs = [ModuleSpec("", "m:Link", True), ModuleSpec(name, "m:Last", True)]
     modules = pack_modules(specs)
-    deep = msgspec.structs.replace(modules, kind=(0,) * levels + (1,))
+    deep = msgspec.structs.replace(modules, kind=Column([0] * levels + [1]))
     with pytest.raises(ManifestError, match="paths are longer"):
         deep.paths()
 
@@ -293,6 +334,48 @@ def test_tables_give_back_what_went_into_them(
     assert [packed[i] for i in range(len(packed))] == in_storages
     table = pack_tensors(in_tensors)
     assert [table[i] for i in range(len(table))] == in_tensors
+
+
+integers = st.one_of(*(st.integers(-(1 << bits - 1), (1 << bits - 1) - 1) for bits in (8, 16, 32, 64)))
+
+
+@given(st.lists(integers))
+def test_a_column_stands_for_its_values(items: list[int]) -> None:
+    column = Column(items)
+    packed = msgspec.msgpack.encode(pack_column(column))
+    found = msgspec.msgpack.decode(packed, type=Column, ext_hook=unpack_column)
+    for either in (column, found):
+        assert list(either) == items
+        assert [either[i] for i in range(len(either))] == items
+        assert list(either[1:-1]) == items[1:-1]
+        assert [value for part in either.parts() for value in part] == items
+        assert either == Column(items)
+        assert hash(either) == hash(Column(items))
+    least = next(n for n in (1, 2, 4, 8) if all(-(1 << 8 * n - 1) <= value < 1 << 8 * n - 1 for value in items))
+    assert column.view.nbytes == least * len(items)
+    assert Column([*items, 1]) != column
+    assert column != items
+
+
+@pytest.mark.parametrize("value", [1 << 63, -(1 << 63) - 1, 1 << 200])
+def test_an_integer_that_no_column_can_hold(value: int) -> None:
+    with pytest.raises(OverflowError):
+        Column([0, value])
+
+
+@pytest.mark.parametrize("column", ["segment", "offset", "nbytes"])
+@pytest.mark.parametrize("at", [0, 999, 1000, 2500])
+def test_a_wrong_number_is_named_wherever_it_is(publication: Publication, column: str, at: int) -> None:
+    def manifest(**changed: int) -> Manifest:
+        specs = [{"segment": 0, "offset": 64 * i, "nbytes": 64} for i in range(2501)]
+        specs[at].update(changed)
+        storages = pack_storages([StorageSpec(**spec, shared=True) for spec in specs])
+        return msgspec.structs.replace(publication.manifest(), segments=(64 * 2501,), addresses=(), storages=storages)
+
+    validate(manifest(), [64 * 2501])
+    with pytest.raises(ManifestError) as caught:
+        validate(manifest(**{column: BIG - 63}), [64 * 2501])
+    assert caught.value.path == f"$.storages.{'segment' if column == 'segment' else 'offset'}[{at}]"
 
 
 def test_layers_that_are_alike_are_said_once() -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from torchwcache.errors import ManifestError
 from torchwcache.manifest.checks import ITEMSIZE, validate
+from torchwcache.manifest.columns import Column, pack_column, unpack_column
 from torchwcache.manifest.tables import (
     Attributes,
     ModuleKind,
@@ -33,6 +34,7 @@ __all__ = [
     "MANIFEST_VERSION",
     "Attributes",
     "ClassEdit",
+    "Column",
     "Edit",
     "Manifest",
     "ModuleKind",
@@ -53,7 +55,7 @@ __all__ = [
     "validate",
 ]
 
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
 """Version of the layout described here; part of every fingerprint."""
 
 
@@ -85,8 +87,8 @@ class Manifest(Spec, frozen=True):
         return sum(self.segments)
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Manifest)
+_encoder = msgspec.msgpack.Encoder(enc_hook=pack_column)
+_decoder = msgspec.msgpack.Decoder(Manifest, ext_hook=unpack_column)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -95,14 +97,14 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes | memoryview) -> Manifest:
-    """Read a manifest; types are checked, bounds are not (see :func:`validate`).
+    """Read a manifest; types are checked, bounds are not (see :func:`validate`). It goes on using ``data``, which must not change.
 
     Raises:
         ManifestError: Malformed bytes, wrong types, unknown fields, or another manifest version.
     """
     try:
         manifest = _decoder.decode(data)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ManifestError(f"malformed manifest: {error}", path="$") from error
     if manifest.version != MANIFEST_VERSION:
         raise ManifestError(f"manifest version {manifest.version}, this is {MANIFEST_VERSION}", path="$.version")

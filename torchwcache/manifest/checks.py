@@ -18,6 +18,7 @@ from torchwcache.errors import ManifestError
 
 if TYPE_CHECKING:
     from torchwcache.manifest import Manifest
+    from torchwcache.manifest.columns import Column
     from torchwcache.manifest.tables import ModuleKind, Modules, Storages, TensorKind, Tensors
 
 __all__ = ["ITEMSIZE", "validate"]
@@ -57,18 +58,21 @@ def validate(manifest: Manifest, segment_nbytes: Sequence[int]) -> None:
         _fail("$.segments", f"declares {list(manifest.segments)} bytes, the file descriptors have {list(segment_nbytes)}")
     if manifest.addresses and len(manifest.addresses) != len(manifest.segments):
         _fail("$.addresses", f"{len(manifest.addresses)} addresses for {len(manifest.segments)} segments")
-    _check_range("$.addresses", manifest.addresses, 0, 1 << 63, "address")
+    for i, address in enumerate(manifest.addresses):
+        if not 0 <= address < 1 << 63:
+            _fail(f"$.addresses[{i}]", f"no address {address}")
     _check_storages(manifest.storages, manifest.segments)
     _check_tensors(manifest.tensors, manifest.storages)
     _check_modules(manifest.modules, len(manifest.tensors))
     _check_values(manifest)
 
 
-def _check_range(path: str, column: Sequence[int], low: int, end: int, what: str) -> None:
+def _check_range(path: str, column: Column, low: int, end: int, what: str) -> None:
     """Each value of a column must be the number of something: in ``[low, end)``."""
-    if column and (min(column) < low or max(column) >= end):
-        i = next(i for i, value in enumerate(column) if not low <= value < end)
-        _fail(f"{path}[{i}]", f"no {what} {column[i]}")
+    for part in column.parts():
+        if min(part) < low or max(part) >= end:
+            i = next(i for i, value in enumerate(column) if not low <= value < end)
+            _fail(f"{path}[{i}]", f"no {what} {column[i]}")
 
 
 def _check_length(path: str, column: Sequence[object], count: int) -> None:
@@ -88,8 +92,10 @@ def _check_storages(storages: Storages, segments: tuple[int, ...]) -> None:
     for i, number in enumerate(storages.host if not set(storages.host) <= set(storages.private) else ()):
         if number not in storages.private:
             _fail(f"$.storages.host[{i}]", f"storage {number} is not private: what is copied into host memory cannot be shared")
-    fits = all(map(le, map(add, offset, nbytes), map(segments.__getitem__, segment)))
-    if count and (min(offset) < 0 or min(nbytes) <= 0 or not fits):
+    for numbers, starts, sizes in zip(segment.parts(), offset.parts(), nbytes.parts(), strict=True):
+        fits = all(map(le, map(add, starts, sizes), map(segments.__getitem__, numbers)))
+        if min(starts) >= 0 and min(sizes) > 0 and fits:
+            continue
         for i, (number, start, size) in enumerate(zip(segment, offset, nbytes, strict=True)):
             if start < 0 or size <= 0 or start + size > segments[number]:
                 _fail(f"$.storages.offset[{i}]", f"bytes {start}..{start + size} lie outside segment {number}")
@@ -101,20 +107,25 @@ def _check_tensors(tensors: Tensors, storages: Storages) -> None:
     _check_range("$.tensors.kind", tensors.kind, 0, len(tensors.kinds), "kind of tensor")
     _check_range("$.tensors.storage", tensors.storage, -2, len(storages), "storage")
     needed = [_nbytes(f"$.tensors.kinds[{i}]", kind) for i, kind in enumerate(tensors.kinds)]
-    there: Sequence[int] = storages.nbytes
-    if min(tensors.storage, default=0) < 0:
-        there = [*storages.nbytes, 0, 0]  # the numbers -1 and -2 stand for no storage
-    if not all(map(ge, map(there.__getitem__, tensors.storage), map(needed.__getitem__, tensors.kind))):
+    nbytes = storages.nbytes.view
+
+    def there(storage: int) -> int:
+        return nbytes[storage] if storage >= 0 else 0  # the numbers -1 and -2 stand for no storage
+
+    for places, numbers in zip(tensors.storage.parts(), tensors.kind.parts(), strict=True):
+        found = map(nbytes.__getitem__, places) if min(places) >= 0 else map(there, places)
+        if all(map(ge, found, map(needed.__getitem__, numbers))):
+            continue
         for i, (kind, storage) in enumerate(zip(tensors.kind, tensors.storage, strict=True)):
-            if needed[kind] > there[storage]:
-                where = f"storage {storage} of {there[storage]} bytes" if storage >= 0 else "no storage"
+            if needed[kind] > there(storage):
+                where = f"storage {storage} of {there(storage)} bytes" if storage >= 0 else "no storage"
                 _fail(f"$.tensors.storage[{i}]", f"{needed[kind]} bytes of a tensor do not fit into {where}")
     for i, (number, offset) in enumerate(tensors.offsets):
         if not 0 <= number < count:
             _fail(f"$.tensors.offsets[{i}]", f"no tensor {number}")
         kind, storage = tensors.kind[number], tensors.storage[number]
         start = offset * ITEMSIZE[tensors.kinds[kind].dtype]
-        if offset < 0 or (storage >= 0 and start + needed[kind] > there[storage]):
+        if offset < 0 or (storage >= 0 and start + needed[kind] > there(storage)):
             _fail(f"$.tensors.offsets[{i}]", f"bytes {start}..{start + needed[kind]} lie outside storage {storage}")
 
 

@@ -14,6 +14,7 @@ import msgspec
 
 from torchwcache.encoding import Value
 from torchwcache.errors import ManifestError
+from torchwcache.manifest.columns import Column
 from torchwcache.manifest.values import Spec
 
 __all__ = [
@@ -33,11 +34,11 @@ __all__ = [
 
 _T = TypeVar("_T")
 
-Column = tuple[int, ...]
 Attributes = tuple[tuple[str, Value], ...]
 """Attributes by name, in their order."""
 
 _encoder = msgspec.msgpack.Encoder()
+_NONE = Column()
 
 _PATHS_MAX_CHARACTERS = 1 << 28
 """Paths of one model, all together: they are made here from much less, so nothing else bounds them."""
@@ -69,8 +70,8 @@ class Storages(Spec, frozen=True):
     segment: Column
     offset: Column
     nbytes: Column
-    private: Column = ()
-    host: Column = ()
+    private: Column = _NONE
+    host: Column = _NONE
 
     def __len__(self) -> int:
         return len(self.segment)
@@ -88,11 +89,11 @@ class Storages(Spec, frozen=True):
 def pack_storages(specs: Sequence[StorageSpec]) -> Storages:
     """Put storages into columns."""
     return Storages(
-        segment=tuple([spec.segment for spec in specs]),
-        offset=tuple([spec.offset for spec in specs]),
-        nbytes=tuple([spec.nbytes for spec in specs]),
-        private=tuple([number for number, spec in enumerate(specs) if not spec.shared]),
-        host=tuple([number for number, spec in enumerate(specs) if spec.host]),
+        segment=Column([spec.segment for spec in specs]),
+        offset=Column([spec.offset for spec in specs]),
+        nbytes=Column([spec.nbytes for spec in specs]),
+        private=Column([number for number, spec in enumerate(specs) if not spec.shared]),
+        host=Column([number for number, spec in enumerate(specs) if spec.host]),
     )
 
 
@@ -159,7 +160,7 @@ def pack_tensors(specs: Sequence[TensorSpec]) -> Tensors:
     return Tensors(
         kinds=kinds,
         kind=column,
-        storage=tuple([spec.storage for spec in specs]),
+        storage=Column([spec.storage for spec in specs]),
         offsets=tuple([(number, spec.offset) for number, spec in enumerate(specs) if spec.offset]),
     )
 
@@ -198,7 +199,7 @@ class ModuleKind(Spec, frozen=True):
     parameters: tuple[tuple[str, Column], ...] = ()
     buffers: tuple[tuple[str, bool, Column], ...] = ()
     attributes: tuple[tuple[str, tuple[Value, ...], Column], ...] = ()
-    same_as: Column = ()
+    same_as: Column = _NONE
 
 
 class Modules(Spec, frozen=True):
@@ -279,7 +280,7 @@ def _packed(specs: Sequence[ModuleSpec], children: Sequence[tuple[str, ...]]) ->
         members[kind].append(number)
         column.append(kind)
     kinds = [_module_kind([specs[number] for number in group], children[group[0]]) for group in members]
-    return Modules(tuple(kinds), tuple(column))
+    return Modules(tuple(kinds), Column(column))
 
 
 def _children(paths: Sequence[str]) -> list[tuple[str, ...]] | None:
@@ -300,7 +301,7 @@ def _children(paths: Sequence[str]) -> list[tuple[str, ...]] | None:
 def _module_kind(specs: Sequence[ModuleSpec], children: tuple[str, ...]) -> ModuleKind:
     first = specs[0]
     columns = [[tensor for *_, tensor in (*spec.parameters, *spec.buffers)] for spec in specs]
-    rows = [tuple(column) for column in zip(*columns, strict=True)]
+    rows = [Column(column) for column in zip(*columns, strict=True)]
     values = [tuple(column) for column in zip(*[[value for _, value in spec.attributes] for spec in specs], strict=True)]
     split = len(first.parameters)
     return ModuleKind(
@@ -310,13 +311,13 @@ def _module_kind(specs: Sequence[ModuleSpec], children: tuple[str, ...]) -> Modu
         parameters=tuple([(name, rows[i]) for i, (name, _) in enumerate(first.parameters)]),
         buffers=tuple([(name, keep, rows[split + i]) for i, (name, keep, _) in enumerate(first.buffers)]),
         attributes=tuple([(name, *_values(values[i])) for i, (name, _) in enumerate(first.attributes)]),
-        same_as=tuple([spec.same_as for spec in specs]) if first.same_as >= 0 else (),
+        same_as=Column([spec.same_as for spec in specs]) if first.same_as >= 0 else _NONE,
     )
 
 
 def _values(values: Sequence[Value]) -> tuple[tuple[Value, ...], Column]:
     found, which = _distinct(values)
-    return found, which if len(found) > 1 else ()
+    return found, which if len(found) > 1 else _NONE
 
 
 def _distinct(items: Sequence[_T]) -> tuple[tuple[_T, ...], Column]:
@@ -328,4 +329,4 @@ def _distinct(items: Sequence[_T]) -> tuple[tuple[_T, ...], Column]:
         key = _encoder.encode(item)
         which.append(numbers.setdefault(key, len(numbers)))
         found.setdefault(key, item)
-    return tuple(found.values()), tuple(which)
+    return tuple(found.values()), Column(which)

@@ -75,7 +75,7 @@ class TensorMaker:
 
     def _step(self, start: int) -> list[torch.Tensor]:
         rows = slice(start, start + _BATCH)
-        kinds, places = self._tensors.kind[rows], self._tensors.storage[rows]
+        kinds, places = (column.view[rows].tolist() for column in (self._tensors.kind, self._tensors.storage))
         usual = [number not in self._unusual.numbers for number in range(start, start + len(kinds))]
         if all(usual):
             made = self._views(kinds, places)
@@ -98,7 +98,7 @@ class TensorMaker:
         """Tensors that are all of one storage each: that of ``numbers``."""
         storages = self._storages
         where, offsets, nbytes = (
-            list(map(column.__getitem__, numbers)) for column in (storages.segment, storages.offset, storages.nbytes)
+            list(map(column.view.__getitem__, numbers)) for column in (storages.segment, storages.offset, storages.nbytes)
         )
         segments = set(where)
         if len(segments) == 1:
@@ -142,8 +142,9 @@ class _Unusual:
         storage = self._tensors.storage
         # Nearly always each storage has one tensor, which is seen in a fraction of the time that a set takes.
         seen = bytearray(len(self._storages) + 2)  # the numbers -1 and -2 stand for no storage, and are the last two here
-        for number in storage:
-            seen[number] = 1
+        for part in storage.parts():
+            for number in part:
+                seen[number] = 1
         apart = {-1, -2, *self._private}
         if seen.count(1) < len(storage):
             apart.update(number for number, count in Counter(storage).items() if count > 1)

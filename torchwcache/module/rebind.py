@@ -333,7 +333,7 @@ class _Rebinding:
             columns = [*[column for _, column in kind.parameters], *[column for _, _, column in kind.buffers]]
             for start in range(0, len(group.states), BATCH):
                 rows = slice(start, start + BATCH)
-                states, numbers = group.states[rows], [column[rows] for column in columns]
+                states, numbers = group.states[rows], [column.view[rows].tolist() for column in columns]
                 tensors = list(map(self.tensors.column, numbers))
                 for state in states:
                     state["training"] = kind.training
