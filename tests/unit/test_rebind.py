@@ -19,10 +19,12 @@ from torch import nn
 
 from torchwcache.adapter import CaptureRules
 from torchwcache.config import Access
-from torchwcache.encoding import VDict, VObject, VStr, VTuple
+from torchwcache.encoding import VDict, VInt, VObject, VStr, VTuple
 from torchwcache.errors import RebindError, SegmentError
 from torchwcache.manifest import Edit, Manifest, ObjectSpec, Step, decode_manifest, encode_manifest
+from torchwcache.memory.host import HostMemory
 from torchwcache.module import rebind as rebinding
+from torchwcache.module.capture import capture
 from torchwcache.module.reachability import find_meta_tensors
 from torchwcache.module.rebind import rebind
 
@@ -309,6 +311,109 @@ def test_each_tensor_owns_its_storage_and_no_more() -> None:
     assert torch.equal(copy, attached.matrix)
 
 
+class Part(nn.Module):
+    """One of three kinds of module that take turns; some tensors are those of an early part, some lie in memory of several."""
+
+    def __init__(self, number: int, first: Part | None) -> None:
+        super().__init__()
+        self.weight = first.weight if first is not None and number % 7 == 0 else nn.Parameter(torch.randn(8, 16))
+        if number % 3 == 0:
+            self.register_parameter("bias", nn.Parameter(torch.randn(16)) if number % 2 else None)
+        elif number % 3 == 1:
+            self.inner = nn.ModuleDict({"norm": nn.LayerNorm(4), "none": nn.Identity()})
+            self.register_buffer("seen", torch.randn(3), persistent=number % 2 == 0)
+        else:
+            both = torch.randn(20)
+            self.left, self.right = nn.Parameter(both[:9]), nn.Parameter(both[9:])
+
+
+class Parts(nn.Module):
+    def __init__(self, count: int = 700) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList()
+        for number in range(count):
+            self.parts.append(Part(number, self.parts[0] if number else None))  # type: ignore[arg-type]
+
+
+def test_a_model_of_very_many_parts_of_several_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More modules and tensors than are worked on at a time, their memory in many segments and in no order."""
+    monkeypatch.setattr(HostMemory, "segment_nbytes", lambda *_: 1 << 14)
+    loaded = Parts().eval()
+    for number, part in enumerate(loaded.parts):
+        if number % 5 == 1:
+            part.weight.row_names = ["a", number % 2]  # type: ignore[union-attr]
+    publication = Publication(capture_loaded(loaded, Parts))
+    assert len(publication.manifest().segments) > 10
+    attached, _ = publication.attach(Parts)
+    mine, theirs = ([*m.named_parameters(remove_duplicate=False), *m.named_buffers()] for m in (attached, loaded))
+    assert [name for name, _ in mine] == [name for name, _ in theirs]
+    assert all(torch.equal(a, b) and type(a) is type(b) for (_, a), (_, b) in zip(mine, theirs, strict=True))
+    assert attached.state_dict().keys() == loaded.state_dict().keys()
+    weights = [part.weight for part in attached.parts]
+    assert all((weight is weights[0]) is (number % 7 == 0) for number, weight in enumerate(weights))
+    assert all(part._parameters["bias"] is None for part in attached.parts[0::6])
+    named = [getattr(weight, "row_names", None) for weight in weights]
+    assert named == [getattr(part.weight, "row_names", None) for part in loaded.parts]
+    shared = [part.left.untyped_storage()._cdata == part.right.untyped_storage()._cdata for part in attached.parts[2::3]]
+    assert shared == [True] * len(shared)
+
+
+class Alike(nn.Module):
+    """All of them are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alike)
+
+    def __hash__(self) -> int:
+        return 1
+
+
+def test_modules_that_are_equal_are_several() -> None:
+    def build() -> nn.Module:
+        return nn.ModuleDict({"a": Alike(), "b": Alike(), "c": nn.Linear(1, 1)})
+
+    def shared() -> nn.Module:
+        one = Alike()
+        return nn.ModuleDict({"a": one, "b": one, "c": nn.Linear(1, 1)})
+
+    loaded = build().eval()
+    publication = Publication(capture_loaded(loaded, build))
+    attached, _ = publication.attach(build)
+    assert torch.equal(attached["a"].weight, loaded["a"].weight)
+    assert torch.equal(attached["b"].weight, loaded["b"].weight)
+    with pytest.raises(RebindError, match="shares its module"):
+        rebind_to(publication, build_meta(shared))
+
+
+def test_memory_that_runs_out_for_a_copy_leaves_what_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not the module's own, and is changed by the load, is as it was when no copy of a buffer can be made."""
+    registry: dict[str, Any] = {"seen": []}
+
+    def build() -> nn.Module:
+        module = nn.BatchNorm1d(4)
+        module.registry = registry  # type: ignore[assignment]
+        return module
+
+    loaded = build().eval()
+    built = build_meta(build)
+    registry_then = {"seen": ["loaded"]}
+    loaded.registry = registry_then  # type: ignore[assignment]
+    publication = Publication(capture(loaded, built, device=CPU))
+    module, segments = build_meta(build), publication.map()
+
+    def no_memory(*_: Any) -> torch.Tensor:
+        raise MemoryError("no copy")
+
+    monkeypatch.setattr(type(segments[0]), "tensor", no_memory)
+    with pytest.raises(MemoryError, match="no copy"):
+        rebind(module, publication.manifest(), segments, device=CPU)
+    assert registry == {"seen": []}
+
+
 def test_tables_come_in_the_order_of_the_entry_under_the_keys_of_the_build(publication: Publication) -> None:
     module = build_meta(Net)
     weight = module.lin._parameters.pop("weight")
@@ -387,6 +492,32 @@ def test_no_edit_decides_what_lies_in_a_table(publication: Publication) -> None:
     refused = changed(publication, objects=objects, edits=(*manifest.edits, *edits))
     with pytest.raises(RebindError, match="still on the meta device"):
         rebind_to(publication, build_meta(Net), refused)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_no_edit_hides_a_module_that_was_not_filled(in_place: bool) -> None:
+    def build() -> nn.Module:
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        module.__dict__["apart"] = (nn.Linear(2, 2, device="meta"),)  # a tuple of a module that is not of the tree
+        return module
+
+    loaded = build().eval()
+    loaded.__dict__["apart"] = (nn.Linear(2, 2),)
+    publication = Publication(capture_loaded(loaded, build))
+    manifest = publication.manifest()
+    start = len(manifest.modules) + len(manifest.objects)
+    objects = (
+        *manifest.objects,
+        ObjectSpec(0, Step("attribute", VStr("_modules")), "builtins:dict"),
+        ObjectSpec(0, Step("attribute", VStr("apart")), "builtins:tuple"),
+        ObjectSpec(start + 1, Step("index", VInt(0)), "torch.nn.modules.linear:Linear"),
+    )
+    table = VDict(((VStr("0"), VObject(start + 2)), (VStr("1"), VObject(2))))
+    edit = Edit(0, Step("attribute", VStr("_modules")), table)
+    if in_place:
+        edit = Edit(start, Step("key", VStr("0")), VObject(start + 2))
+    with pytest.raises(RebindError, match="still on the meta device"):
+        rebind_to(publication, build_meta(build), changed(publication, objects=objects, edits=(edit,)))
 
 
 def test_collection_is_left_as_it_was(publication: Publication) -> None:

@@ -342,7 +342,7 @@ class _Rebinding:
                 _fill_sets(states, temporary)
                 contents: list[Any] = list(zip(*self.bare(numbers, tensors), strict=True)) if columns else [()] * len(states)
                 if kind.children:
-                    contents = [(*row, *state["_modules"].values()) for row, state in zip(contents, states, strict=True)]
+                    contents = [(*row, *self.tree.inside(state)) for row, state in zip(contents, states, strict=True)]
                 self.last_check.add(states, list(chain.from_iterable(contents)))
 
     def bare(self, numbers: Sequence[Sequence[int]], tensors: Sequence[Sequence[torch.Tensor | None]]) -> Sequence[Sequence[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any, TypeAlias
 
 from torchwcache.encoding import Value, VBool, VFloat, VInt, VStr, decode
@@ -44,10 +45,10 @@ def check_tree(tree: Tree, modules: Modules) -> tuple[list[Group], list[Problem]
 def _same_children(tree: Tree, modules: Modules) -> bool:
     """Whether all modules have the children that their kind has, and so, all in all, the same paths."""
     names = [kind.children for kind in modules.kinds]
-    theirs = [names[modules.kind[number]] for number, _ in tree.parents]
-    mine = [tuple(table) for _, table in tree.parents]
+    theirs = [names[modules.kind[number]] for number, _, _ in tree.parents]
+    mine = [inside for _, inside, _ in tree.parents]
     if mine != theirs:
-        mine = [tuple([name for name, child in table.items() if child is not None]) for _, table in tree.parents]
+        mine = [tuple(compress(inside, [child is not None for child in children])) for _, inside, children in tree.parents]
     return mine == theirs and sum(map(bool, mine)) == sum(map(bool, map(names.__getitem__, modules.kind)))
 
 

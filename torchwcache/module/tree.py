@@ -34,7 +34,7 @@ class Tree:
         modules: Every module; one that has several paths comes several times.
         types: The class of each.
         states: The ``__dict__`` of each.
-        parents: The number of each module that has a table of modules inside which is not empty, and that table.
+        parents: The number of each module that has modules inside, their names, and the modules.
         named: Whether a class names its modules in a way of its own.
     """
 
@@ -43,7 +43,7 @@ class Tree:
         self.modules: list[nn.Module] = []
         self.types: list[type[nn.Module]] = []
         self.states: list[dict[str, Any]] = []
-        self.parents: list[tuple[int, dict[str, nn.Module | None]]] = []
+        self.parents: list[tuple[int, tuple[str, ...], tuple[nn.Module | None, ...]]] = []
         self._walk((root,), deep=True)  # torch's own takes every module through a generator for each level above it
         self.named = any(cls.named_modules is not nn.Module.named_modules for cls in set(self.types))
         if self.named:
@@ -58,7 +58,7 @@ class Tree:
             state = module.__dict__
             children = state.get("_modules")
             if children:
-                self.parents.append((len(self.modules), children))
+                self.parents.append((len(self.modules), tuple(children), tuple(children.values())))
             self.modules.append(module)
             self.types.append(type(module))
             self.states.append(state)
@@ -79,6 +79,14 @@ class Tree:
     def _distinct(self) -> set[Any]:
         # Numbers for a hundred thousand modules are objects, too, and take several times as long to make as the set of modules.
         return set(map(id, self.modules)) if self._known_by_id else set(self.modules)
+
+    @cached_property
+    def _inside(self) -> dict[int, tuple[nn.Module | None, ...]]:
+        return {} if self.named else {id(self.states[number]): modules for number, _, modules in self.parents}
+
+    def inside(self, state: dict[str, Any]) -> tuple[nn.Module | None, ...]:
+        """The modules of the tree that were inside the module with this ``__dict__``, and ``None``, when it was walked through."""
+        return self._inside.get(id(state), ())
 
     @property
     def distinct(self) -> int:
