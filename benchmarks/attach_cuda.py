@@ -109,6 +109,7 @@ class Bench:
     def __init__(self, harness: Harness, plan: Plan) -> None:
         self.harness, self.plan, self.report = harness, plan, harness.report
         self.rows: dict[Case, dict[str, Any]] = {}
+        self.least_ms: dict[Case, float] = {}
 
     def run(self) -> None:
         plan = self.plan
@@ -142,6 +143,7 @@ class Bench:
             else:
                 rows = {side.name: self.measure(side, case, stack) for side in sides}
         ours, floor = rows["ours"], rows["floor"]
+        self.least_ms[case] = ours["least"]["placed_ms"]
         row = {"placed_ms": ours["placed_ms"], "us_per_tensor": ours["us_per_tensor"], "floor_ms": floor["placed_ms"]}
         if "ipc" in rows:
             row |= {"ipc_ms": rows["ipc"]["placed_ms"], "times": rows["ipc"]["placed_ms"] / ours["placed_ms"]}
@@ -253,8 +255,13 @@ class Bench:
         sizes = [case for case in plan.sizes if case in rows]
         if sizes:
             names = " / ".join(f"{case.nbytes / GIB:g}" for case in sizes)
-            times = [rows[case]["placed_ms"] for case in sizes]
-            target(f"longest by shortest of {names} GiB in {sizes[0].tensors:,} tensors", 1.3, max(times) / min(times), "times")
+            what = f"longest by shortest of {names} GiB in {sizes[0].tensors:,} tensors"
+            # Sizes are measured minutes apart, and a machine's slow moments only ever add: the least says what the size makes.
+            for how, found in (
+                ("by medians", [rows[case]["placed_ms"] for case in sizes]),
+                ("by the least of each", [self.least_ms[c] for c in sizes]),
+            ):
+                target(f"{what}, {how}", 1.3, max(found) / min(found), "times")
         for row in self.report.rows:
             if row["kind"] == "compute":
                 target(f"{row['name']}: time with attached by ordinary weights", 1.03, row["ratio"], "times")
