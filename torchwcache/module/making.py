@@ -22,9 +22,8 @@ _BATCH = 200
 class TensorMaker:
     """Makes the tensors of a manifest in its order, as far as they are needed.
 
-    A tensor that takes the place of another one is best made just before: what it needs was the other one's then, and the next one
-    finds it in the core's cache. A hundred thousand tensors made in advance need fresh memory, which takes the kernel as long as
-    all of this.
+    A tensor that takes the place of another one is best made just before. Then it gets memory that an earlier one has left, and is in
+    the core's cache. A hundred thousand made in advance need fresh memory, and the kernel takes long to give it.
 
     Args:
         manifest: Validated against the segments.
@@ -55,7 +54,8 @@ class TensorMaker:
 
     def __getitem__(self, number: int) -> torch.Tensor:
         """One of them."""
-        self._make(number + 1)
+        if number >= len(self._made):
+            self._make(number + 1)
         return self._made[number]
 
     def column(self, numbers: Sequence[int]) -> list[torch.Tensor | None]:
