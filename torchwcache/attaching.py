@@ -277,6 +277,9 @@ class Attaching:
             if not isinstance(error, (RebindError, ManifestError, SegmentError, EncodingError)):
                 raise
             return self.unfit(error)
+        except BaseException as error:  # such as no memory for the copy of a buffer
+            self.give_back(error, segments)
+            raise
         self.report.mapped_nbytes, self.report.copied_nbytes = done.mapped_nbytes, done.copied_nbytes
         self.report.tensors = done.tensors
         logger.info("attached %s: %s", self.description.label, self.report)
@@ -328,7 +331,7 @@ class Attaching:
                     os.close(fd)
         return manifest, segments
 
-    def give_back(self, error: WeightCacheError, segments: list[MappedSegment]) -> None:
+    def give_back(self, error: BaseException, segments: list[MappedSegment]) -> None:
         """Unmap what was mapped before something went wrong: there may not be room beside it for what is loaded instead.
 
         What the module that was built has in common with others, the one that is loaded instead among them, is as it was before.

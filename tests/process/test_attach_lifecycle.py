@@ -197,3 +197,31 @@ def test_a_deep_copy_is_the_users_own(workers, daemon, linked):
     expected = one.do(worker.output)
     assert one.do(copy_deeply) == [True, expected]
     assert one.do(worker.verify) == []
+
+
+def attach_without_memory_for_a_copy(here, *, cfg):
+    """What is mapped, and what is raised, when something fails that nobody thought of, after tensors were put in place."""
+    from torchwcache import WeightCache, attaching
+
+    gc.collect()
+    gc.disable()  # nothing but the tensors keeps the memory
+    here.patches.callback(gc.enable)
+    rebind = attaching.rebind
+
+    def fail(*args, **options):
+        rebind(*args, **options)
+        raise MemoryError("for a copy")
+
+    here.patch(attaching, "rebind", fail)
+    try:
+        WeightCache.attach(worker.config(cfg))
+    except MemoryError as error:
+        return {"raised": str(error), "maps": mappings(here)}
+    return {"raised": ""}
+
+
+def test_an_attach_that_fails_in_the_end_leaves_nothing_mapped(workers, daemon, linked):
+    one, other = workers.several(2)
+    other.do(worker.attach, cfg=linked)
+    assert one.do(attach_without_memory_for_a_copy, cfg=linked) == {"raised": "for a copy", "maps": 0}
+    assert other.do(worker.entries)[0]["leases"] == 1

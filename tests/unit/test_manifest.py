@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import resource
 from datetime import UTC, datetime
 from typing import Any
@@ -14,9 +16,25 @@ from hypothesis import strategies as st
 from support.roundtrip import Publication, capture_loaded
 from torch import nn
 
-from torchwcache.encoding import VBool, VFloat, VInt, VObject, VStr, VTensor, VTuple
+from torchwcache.encoding import (
+    VBool,
+    VDeque,
+    VDict,
+    VFloat,
+    VInt,
+    VList,
+    VNull,
+    VObject,
+    VSlice,
+    VStr,
+    VTensor,
+    VTuple,
+    VTupleLike,
+    VWeakref,
+)
 from torchwcache.errors import ManifestError
 from torchwcache.manifest import (
+    ClassEdit,
     Column,
     Edit,
     Manifest,
@@ -142,7 +160,11 @@ A_PARAMETERS = "that of a parameter"
         ("tensors.kinds.{matrix}.dtype", "float31", "tensors.kinds[{matrix}].dtype"),
         ("tensors.kinds.{matrix}.dtype", "float64", "tensors.storage[?]"),
         ("tensors.kinds.{matrix}.shape", (4, 5), "tensors.storage[?]"),
-        ("tensors.kinds.{matrix}.shape", (BIG, BIG), "tensors.storage[?]"),
+        ("tensors.kinds.{matrix}.shape", (BIG, BIG), "tensors.kinds[{matrix}]"),
+        ("tensors.kinds.{matrix}.shape", (0, 2**63), "tensors.kinds[{matrix}]"),
+        ("tensors.kinds.{matrix}.shape", (2**32, 0, 2**32), "tensors.kinds[{matrix}].stride"),
+        ("tensors.kinds.{matrix}.shape", (2**32, 2**32), "tensors.kinds[{matrix}]"),
+        ("tensors.kinds.{matrix}.stride", (0, 2**63), "tensors.kinds[{matrix}]"),
         ("tensors.kinds.{matrix}.shape", (-4, -4), "tensors.kinds[{matrix}]"),
         ("tensors.kinds.{matrix}.shape", (4,), "tensors.kinds[{matrix}].stride"),
         ("tensors.kinds.{matrix}.stride", (4, -1), "tensors.kinds[{matrix}]"),
@@ -181,6 +203,9 @@ A_PARAMETERS = "that of a parameter"
         ("edits", (Edit(0, Step("attribute", VStr("x")), VTensor(99)),), "edits[0].value"),
         ("edits", (Edit(0, Step("attribute", VStr("x")), VTuple((VTensor(-1),))),), "edits[0].value"),
         ("edits", (Edit(0, Step("attribute", VStr("x")), VObject(99)),), "edits[0].value"),
+        ("edits", (Edit(0, Step("attribute", VStr("x")), VTupleLike(99, ())),), "edits[0].value"),
+        ("class_edits", (ClassEdit("m:C", "x", VTensor(99), None),), "class_edits[0].before"),
+        ("class_edits", (ClassEdit("m:C", "x", None, VList((VTensor(-1),))),), "class_edits[0].after"),
     ],
     ids=str,
 )
@@ -194,6 +219,28 @@ def test_every_number_is_checked(publication: Publication, path: str, value: Any
     assert caught.value.path.startswith(prefix)
     assert caught.value.path.endswith(rest)
     assert caught.value.path == prefix or rest
+
+
+@pytest.mark.parametrize("inner", [VTensor(99), VTensor(-1), VObject(99), VObject(-1), VTupleLike(99, ())], ids=repr)
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda inner: VTuple((VInt(1), inner)),
+        lambda inner: VDeque((inner,), None),
+        lambda inner: VDict(((VStr("a"), inner),)),
+        lambda inner: VDict(((inner, VInt(1)),)),
+        lambda inner: VSlice(VNull(), inner, VNull()),
+        lambda inner: VSlice(VInt(1), VInt(2), VList((inner,))),
+        lambda inner: VWeakref(inner),
+        lambda inner: VTupleLike(0, (inner,)),
+    ],
+    ids=["tuple", "deque", "dict value", "dict key", "slice", "step of a slice", "weak reference", "tuple like"],
+)
+def test_a_number_inside_of_a_value_is_checked(publication: Publication, around: Any, inner: Any) -> None:
+    edit = Edit(0, Step("attribute", VStr("x")), VList((VFloat(1.0), around(inner))))
+    with pytest.raises(ManifestError) as caught:
+        check(publication, put(publication.manifest(), "edits", (edit,)))
+    assert caught.value.path == "$.edits[0].value"
 
 
 def test_a_tree_in_which_a_module_comes_before_the_one_it_lies_in(publication: Publication) -> None:
@@ -349,7 +396,7 @@ def test_a_column_stands_for_its_values(items: list[int]) -> None:
         assert [either[i] for i in range(len(either))] == items
         assert list(either[1:-1]) == items[1:-1]
         assert [value for part in either.parts() for value in part] == items
-        assert either == Column(items)
+        assert either == Column(items) == pickle.loads(pickle.dumps(either)) == copy.deepcopy(either)
         assert hash(either) == hash(Column(items))
     least = next(n for n in (1, 2, 4, 8) if all(-(1 << 8 * n - 1) <= value < 1 << 8 * n - 1 for value in items))
     assert column.view.nbytes == least * len(items)

@@ -6,9 +6,10 @@ import gc
 import json
 import os
 import sys
+import traceback
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from torchwcache.manifest import Edit, Manifest, ObjectSpec, Step, decode_manife
 from torchwcache.memory.host import HostMemory
 from torchwcache.module import rebind as rebinding
 from torchwcache.module.capture import capture
+from torchwcache.module.detach import detach_mapped
 from torchwcache.module.reachability import find_meta_tensors
 from torchwcache.module.rebind import rebind
 
@@ -465,6 +467,71 @@ def test_a_rebind_that_leaves_a_tensor_on_meta_is_refused(publication: Publicati
     module.forgotten = iter([torch.empty(1, device="meta")])
     with pytest.raises(RebindError, match="still on the meta device"):
         rebind_to(publication, module)
+
+
+class Partly(nn.Module):
+    """Names only some of what lies inside of it, or one of them twice."""
+
+    twice = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+        start = f"{prefix}." if prefix else ""
+        yield prefix, self
+        yield start + "a", self.a
+        if self.twice:
+            yield start + "b", self.a
+
+
+class Twice(Partly):
+    twice = True
+
+
+@pytest.mark.parametrize("build", [Partly, Twice, lambda: nn.Sequential(Partly(), nn.Linear(1, 1))])
+def test_a_module_inside_that_its_parent_does_not_name(build: Any) -> None:
+    with pytest.raises(RebindError, match=r"b\.weight: is still on the meta device"):
+        Publication(capture_loaded(build().eval(), build)).attach(build)
+
+
+def _mapped() -> int:
+    with open("/proc/self/maps") as file:
+        return sum("memfd:" in line for line in file)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("attribute", [None, "bound method"])
+def test_nothing_but_the_tensors_keeps_the_memory(attribute: str | None, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When they are gone it is unmapped, also before a garbage collection."""
+
+    def build() -> nn.Module:
+        module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+        for parameter in module.parameters() if attribute else ():
+            parameter.weight_loader = module[0].forward  # type: ignore[attr-defined]
+        return module
+
+    publication = Publication(capture_loaded(build().eval(), build))
+    module, manifest = build_meta(build), publication.manifest()
+    if fails:
+        module.hidden = [torch.empty(1, device="meta")]  # type: ignore[assignment]
+    gc.collect()
+    monkeypatch.setattr(rebinding, "_made_old", True)
+    gc.disable()
+    try:
+        before = _mapped()
+        segments = publication.map()
+        assert _mapped() > before
+        with pytest.raises(RebindError) if fails else nullcontext() as caught:
+            rebind(module, manifest, segments, device=CPU)
+        if caught is not None:
+            traceback.clear_frames(caught.tb)
+        detach_mapped(module, segments)
+        segments.clear()
+        assert _mapped() == before
+    finally:
+        gc.enable()
 
 
 def test_no_edit_decides_what_lies_in_a_table(publication: Publication) -> None:

@@ -5,6 +5,7 @@ Whole columns are checked in one step each. Only when one is wrong is it looked 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, islice
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from torchwcache.encoding import Value, VBool, VFloat, VInt, VObject, VStr, VTensor, VTupleLike, VWeakref
+from torchwcache.encoding import Value, VBool, VFloat, VInt, VObject, VStr, VTensor, VTupleLike
 from torchwcache.errors import ManifestError
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ ITEMSIZE: dict[str, int] = {
 }
 """Bytes of one element, by dtype name."""
 
+_MOST = (1 << 63) - 1
+"""The largest number that torch takes."""
 _SCALARS = (VBool, VInt, VFloat, VStr)
 """What most edits set: a flag that a loader leaves on every module."""
 
@@ -138,6 +141,9 @@ def _nbytes(path: str, kind: TensorKind) -> int:
         _fail(f"{path}.stride", f"{len(stride)} strides for {len(shape)} dimensions")
     if any(size < 0 for size in shape) or any(step < 0 for step in stride):
         _fail(path, f"negative size or stride in {shape}, {stride}")
+    elements = math.prod(size for size in shape if size)
+    if max((elements, *stride, *shape)) > _MOST:
+        _fail(path, f"no tensor can have shape {shape} and strides {stride}")
     if 0 in shape:
         return 0
     return (1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))) * ITEMSIZE[kind.dtype]
@@ -210,30 +216,26 @@ def _check_values(manifest: Manifest) -> None:
     for i, edit in enumerate(manifest.edits):
         if not 0 <= edit.target < objects:
             _fail(f"$.edits[{i}].target", f"no object {edit.target}")
-        if edit.value is not None and not isinstance(edit.value, _SCALARS):
+        if not isinstance(edit.value, _SCALARS):
             _check_value(f"$.edits[{i}].value", edit.value, tensors, objects)
+    for i, class_edit in enumerate(manifest.class_edits):
+        _check_value(f"$.class_edits[{i}].before", class_edit.before, tensors, objects)
+        _check_value(f"$.class_edits[{i}].after", class_edit.after, tensors, objects)
     for i, kind in enumerate(manifest.tensors.kinds):
         for name, value in kind.attributes:
             _check_value(f"$.tensors.kinds[{i}].attributes.{name}", value, tensors, objects)
 
 
-def _check_value(path: str, value: Value, tensors: int, objects: int) -> None:
-    if isinstance(value, VTensor):
-        if not 0 <= value.index < tensors:
-            _fail(path, f"no tensor {value.index}")
-        return
-    if isinstance(value, VObject):
-        if not 0 <= value.index < objects:
-            _fail(path, f"no object {value.index}")
-        return
-    if isinstance(value, VTupleLike) and not 0 <= value.index < objects:
-        _fail(path, f"no object {value.index}")
-    if isinstance(value, VWeakref):
-        _check_value(path, value.target, tensors, objects)
-    nested = getattr(value, "items", None)
-    if isinstance(nested, tuple):
-        for item in nested:
-            for part in item if isinstance(item, tuple) else (item,):
-                _check_value(path, part, tensors, objects)
-    elif isinstance(inner := getattr(value, "value", None), msgspec.Struct):
-        _check_value(path, inner, tensors, objects)  # type: ignore[arg-type]
+def _check_value(path: str, value: Value | None, tensors: int, objects: int) -> None:
+    """Check every number of a tensor or an object, however deep inside of a value it is."""
+    ahead: list[object] = [value]
+    while ahead:
+        node = ahead.pop()
+        if isinstance(node, tuple):
+            ahead += node
+        elif isinstance(node, msgspec.Struct):
+            if isinstance(node, VTensor) and not 0 <= node.index < tensors:
+                _fail(path, f"no tensor {node.index}")
+            if isinstance(node, (VObject, VTupleLike)) and not 0 <= node.index < objects:
+                _fail(path, f"no object {node.index}")
+            ahead += [getattr(node, name) for name in node.__struct_fields__]

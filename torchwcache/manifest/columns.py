@@ -59,6 +59,9 @@ class Column(Sequence[int]):
     def __hash__(self) -> int:
         return hash(tuple(self.view))
 
+    def __reduce__(self) -> tuple[type[Column], tuple[list[int]]]:
+        return Column, (self.view.tolist(),)
+
     def __repr__(self) -> str:
         return f"Column({self.view.tolist()})"
 

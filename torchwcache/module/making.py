@@ -22,8 +22,8 @@ _BATCH = 200
 class TensorMaker:
     """Makes the tensors of a manifest in its order, as far as they are needed.
 
-    A tensor that takes the place of another one is best made just before. Then it gets memory that an earlier one has left, and is in
-    the core's cache. A hundred thousand made in advance need fresh memory, and the kernel takes long to give it.
+    A tensor that takes the place of another one is best made just before. Then it gets memory that an earlier one has left, and is
+    in the core's cache. A hundred thousand made in advance need fresh memory, and the kernel takes long to give it.
 
     Args:
         manifest: Validated against the segments.
@@ -53,7 +53,13 @@ class TensorMaker:
         self._made: list[torch.Tensor] = []
 
     def __getitem__(self, number: int) -> torch.Tensor:
-        """One of them."""
+        """One of them.
+
+        Raises:
+            IndexError: There is no such tensor.
+        """
+        if not 0 <= number < len(self._tensors):
+            raise IndexError(f"no tensor {number}")
         if number >= len(self._made):
             self._make(number + 1)
         return self._made[number]

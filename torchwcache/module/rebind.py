@@ -49,6 +49,8 @@ __all__ = ["RebindReport", "rebind"]
 _FEW_FROZEN = 1000
 """Python 3.12 begins with some hundred frozen objects of its own. Who freezes a process that has torch in it freezes far more."""
 _made_old = False
+_STRANGER = object()
+"""Stands for a tensor whose attributes may lead anywhere: the last check knows it of nobody."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,7 +352,7 @@ class _Rebinding:
         if not self.attributed:
             return tensors
         return [
-            [self if number in self.attributed else tensor for number, tensor in zip(*column, strict=True)]
+            [_STRANGER if number in self.attributed else tensor for number, tensor in zip(*column, strict=True)]
             for column in zip(numbers, tensors, strict=True)
         ]
 
