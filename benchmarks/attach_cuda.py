@@ -86,11 +86,15 @@ class Side:
     start: Callable[[], Worker]
     runs: list[dict[str, Any]] = field(default_factory=list)
 
-    def prepare(self) -> None:
-        """Have the memory made."""
+    def prepare(self, clients: int) -> None:
+        """Have the memory made, and so many fresh processes ready."""
         self.server.ready()
         said = self.server.step()
         assert said.get("published", True), said
+        while len(self.clients) < clients:  # there was no room for their contexts beside the making of the memory
+            self.clients.append(self.start())
+        for client in self.clients:
+            client.ready()
 
     def measure(self, number: int) -> None:
         """One fresh process, to its end."""
@@ -109,7 +113,6 @@ class Bench:
     def __init__(self, harness: Harness, plan: Plan) -> None:
         self.harness, self.plan, self.report = harness, plan, harness.report
         self.rows: dict[Case, dict[str, Any]] = {}
-        self.least_ms: dict[Case, float] = {}
 
     def run(self) -> None:
         plan = self.plan
@@ -133,18 +136,17 @@ class Bench:
             sides = [self.side(name, case, stack, clients=case.repeats if early else 0) for name in names]
             for worker in (worker for side in sides for worker in (side.server, *side.clients)):
                 self.harness.note_gpu(worker.ready())  # whoever still imports takes time from whoever is measured
-            if len(sides) * case.nbytes <= EARLY_NBYTES:
-                for side in sides:
-                    side.prepare()
+            rows: dict[str, dict[str, Any]] = {}
+            for together in [sides] if len(sides) * case.nbytes <= EARLY_NBYTES else [[side] for side in sides]:
+                for side in together:
+                    side.prepare(case.repeats)
                 for number in range(case.repeats):
-                    for side in sides:
+                    for side in together:
                         side.measure(number)
-                rows = {side.name: self.finish(side, case) for side in sides}
-            else:
-                rows = {side.name: self.measure(side, case, stack) for side in sides}
+                rows |= {side.name: self.finish(side, case) for side in together}
         ours, floor = rows["ours"], rows["floor"]
-        self.least_ms[case] = ours["least"]["placed_ms"]
-        row = {"placed_ms": ours["placed_ms"], "us_per_tensor": ours["us_per_tensor"], "floor_ms": floor["placed_ms"]}
+        row = {key: ours[key] for key in ("placed_ms", "us_per_tensor")}
+        row |= {"least_ms": ours["least"]["placed_ms"], "floor_ms": floor["placed_ms"]}
         if "ipc" in rows:
             row |= {"ipc_ms": rows["ipc"]["placed_ms"], "times": rows["ipc"]["placed_ms"] / ours["placed_ms"]}
         self.rows[case] = self.report.add("case", **case.what, **row)
@@ -159,17 +161,6 @@ class Bench:
             return stack.enter_context(self.harness.worker(function, **same))
 
         return Side(name, start(server), [start(client) for _ in range(clients)], lambda: start(client))
-
-    def measure(self, side: Side, case: Case, stack: contextlib.ExitStack) -> dict[str, Any]:
-        """A side whose memory is there alone."""
-        side.prepare()
-        while len(side.clients) < case.repeats:  # there was no room for their contexts beside the making of the memory
-            side.clients.append(side.start())
-        for client in side.clients:
-            client.ready()
-        for number in range(case.repeats):
-            side.measure(number)
-        return self.finish(side, case)
 
     def finish(self, side: Side, case: Case) -> dict[str, Any]:
         if side.name == "ours":
@@ -257,10 +248,8 @@ class Bench:
             names = " / ".join(f"{case.nbytes / GIB:g}" for case in sizes)
             what = f"longest by shortest of {names} GiB in {sizes[0].tensors:,} tensors"
             # Sizes are measured minutes apart, and a machine's slow moments only ever add: the least says what the size makes.
-            for how, found in (
-                ("by medians", [rows[case]["placed_ms"] for case in sizes]),
-                ("by the least of each", [self.least_ms[c] for c in sizes]),
-            ):
+            for how, key in (("by medians", "placed_ms"), ("by the least of each", "least_ms")):
+                found = [rows[case][key] for case in sizes]
                 target(f"{what}, {how}", 1.3, max(found) / min(found), "times")
         for row in self.report.rows:
             if row["kind"] == "compute":

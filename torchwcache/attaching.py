@@ -272,14 +272,11 @@ class Attaching:
             manifest, done = self.bind(reply, fds, segments)
             if provisional:
                 self.identity.check_unchanged()  # the producer hashed the files as they were when this process looked at them
-        except WeightCacheError as error:
+        except BaseException as error:  # also when there is no memory for the copy of a buffer
             self.give_back(error, segments)
             if not isinstance(error, (RebindError, ManifestError, SegmentError, EncodingError)):
                 raise
             return self.unfit(error)
-        except BaseException as error:  # such as no memory for the copy of a buffer
-            self.give_back(error, segments)
-            raise
         self.report.mapped_nbytes, self.report.copied_nbytes = done.mapped_nbytes, done.copied_nbytes
         self.report.tensors = done.tensors
         logger.info("attached %s: %s", self.description.label, self.report)

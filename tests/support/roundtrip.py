@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -19,6 +20,11 @@ from torchwcache.module.pack import SegmentWriter, pack
 from torchwcache.module.rebind import RebindReport, rebind
 
 CPU = torch.device("cpu")
+
+
+def mapped_segments() -> int:
+    """How many mappings of segments in host memory this process has."""
+    return Path("/proc/self/maps").read_text().count("memfd:torchwcache")
 
 
 def build_meta(build: Callable[[], nn.Module], construction: str = "meta") -> nn.Module:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.roundtrip import mapped_segments
 from torch import nn
 
 from torchwcache.attaching import Attaching, AttachOptions
@@ -223,21 +224,17 @@ def test_a_rank_that_cannot_rebind_takes_all_back_to_the_disk(engine):
     close(results)
 
 
-def mappings() -> int:
-    return sum("memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines())
-
-
 def test_what_was_mapped_in_vain_is_given_back_before_anything_is_loaded(engine, wait_until):
     """There may not be room for both."""
     close(engine().start())
-    before = mappings()
+    before = mapped_segments()
     broken = engine()
     cannot_rebind(broken.adapters[1])
     loaded: list[nn.Module] = []
 
     def load(module: nn.Module) -> None:
         """The thread that loads gives nothing back meanwhile; another rank may, since ranks do not wait for each other here."""
-        wait_until(lambda: mappings() == before, what="nothing is mapped")
+        wait_until(lambda: mapped_segments() == before, what="nothing is mapped")
         loaded.append(module)
 
     for adapter in broken.adapters:
@@ -258,11 +255,11 @@ def alone(engine, checkpoint, daemon, build=Net):
 def test_also_where_one_process_attaches_by_itself(engine, checkpoint, daemon):
     attach = alone(engine, checkpoint, daemon)
     attached = attach(CountingAdapter(0))
-    before = mappings()
+    before = mapped_segments()
     adapter = CountingAdapter(0)
     cannot_rebind(adapter)
     seen: list[int] = []
-    adapter.on_load = lambda module: seen.append(mappings())
+    adapter.on_load = lambda module: seen.append(mapped_segments())
     again = attach(adapter)
     assert (again.report.source, seen) == ("disk", [before])
     close([attached, again])
@@ -271,10 +268,10 @@ def test_also_where_one_process_attaches_by_itself(engine, checkpoint, daemon):
 def test_nor_does_the_cause_of_the_error_keep_it(engine, checkpoint, daemon):
     attach = alone(engine, checkpoint, daemon)
     attached = attach(CountingAdapter(0))
-    before = mappings()
+    before = mapped_segments()
     adapter = CountingAdapter(0)
     seen: list[int] = []
-    adapter.on_load = lambda module: seen.append(mappings())
+    adapter.on_load = lambda module: seen.append(mapped_segments())
 
     def check(module: nn.Module) -> None:
         weight = module.linear.weight

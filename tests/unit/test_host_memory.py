@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.roundtrip import mapped_segments
 
 from torchwcache.config import Access
 from torchwcache.errors import ConfigError, FileLimitError, SegmentError, SegmentMemoryError
@@ -76,10 +77,6 @@ def maps_of(address: int) -> list[str]:
     """Lines of /proc/self/maps that cover an address."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return [line for line in lines if int(line.split("-")[0], 16) <= address < int(re.split("[- ]", line)[1], 16)]
-
-
-def mapped_segments() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:torchwcache")
 
 
 def smaps_of(address: int) -> dict[str, int]:

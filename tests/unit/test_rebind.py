@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from support.roundtrip import CPU, Publication, build_meta, capture_loaded
+from support.roundtrip import CPU, Publication, build_meta, capture_loaded, mapped_segments
 from torch import nn
 
 from torchwcache.adapter import CaptureRules
@@ -410,10 +410,13 @@ def test_memory_that_runs_out_for_a_copy_leaves_what_others_hold(monkeypatch: py
     def no_memory(*_: Any) -> torch.Tensor:
         raise MemoryError("no copy")
 
-    monkeypatch.setattr(type(segments[0]), "tensor", no_memory)
-    with pytest.raises(MemoryError, match="no copy"):
-        rebind(module, publication.manifest(), segments, device=CPU)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(segments[0]), "tensor", no_memory)
+        with pytest.raises(MemoryError, match="no copy"):
+            rebind(module, publication.manifest(), segments, device=CPU)
     assert registry == {"seen": []}
+    rebind(build_meta(build), publication.manifest(), segments, device=CPU)
+    assert registry == {"seen": ["loaded"]}, "this load changes what others hold"
 
 
 def test_tables_come_in_the_order_of_the_entry_under_the_keys_of_the_build(publication: Publication) -> None:
@@ -496,11 +499,6 @@ def test_a_module_inside_that_its_parent_does_not_name(build: Any) -> None:
         Publication(capture_loaded(build().eval(), build)).attach(build)
 
 
-def _mapped() -> int:
-    with open("/proc/self/maps") as file:
-        return sum("memfd:" in line for line in file)
-
-
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("attribute", [None, "bound method"])
 def test_nothing_but_the_tensors_keeps_the_memory(attribute: str | None, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,16 +518,16 @@ def test_nothing_but_the_tensors_keeps_the_memory(attribute: str | None, fails: 
     monkeypatch.setattr(rebinding, "_made_old", True)
     gc.disable()
     try:
-        before = _mapped()
+        before = mapped_segments()
         segments = publication.map()
-        assert _mapped() > before
+        assert mapped_segments() > before
         with pytest.raises(RebindError) if fails else nullcontext() as caught:
             rebind(module, manifest, segments, device=CPU)
         if caught is not None:
             traceback.clear_frames(caught.tb)
         detach_mapped(module, segments)
         segments.clear()
-        assert _mapped() == before
+        assert mapped_segments() == before
     finally:
         gc.enable()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, overload
@@ -72,15 +71,16 @@ class Column(Sequence[int]):
 
 
 def pack_column(column: object) -> msgspec.msgpack.Ext:
-    """For msgspec's ``enc_hook``: a column as an extension whose code is the number of bytes of each value, little-endian.
+    """For msgspec's ``enc_hook``: a column as an extension whose code is the number of bytes of each value.
+
+    They are in the machine's own order: no manifest leaves the machine on which the memory is that it describes.
 
     Raises:
         NotImplementedError: This is no column.
     """
     if not isinstance(column, Column):
         raise NotImplementedError(f"a manifest holds no {type(column).__name__}")
-    view = column.view
-    return msgspec.msgpack.Ext(view.itemsize, bytes(view) if sys.byteorder == "little" else _swapped(view).tobytes())
+    return msgspec.msgpack.Ext(column.view.itemsize, bytes(column.view))
 
 
 def unpack_column(code: int, data: memoryview) -> Column:
@@ -93,11 +93,4 @@ def unpack_column(code: int, data: memoryview) -> Column:
         raise ValueError(f"integers of {code} bytes")
     if len(data) % code:
         raise ValueError(f"{len(data)} bytes are no whole number of integers of {code} bytes")
-    view = data.cast(_FORMATS[code])
-    return Column(view if sys.byteorder == "little" else memoryview(_swapped(view)))
-
-
-def _swapped(view: memoryview) -> array[int]:
-    values = array(_FORMATS[view.itemsize], view)
-    values.byteswap()
-    return values
+    return Column(data.cast(_FORMATS[code]))

@@ -82,12 +82,13 @@ class TensorMaker:
     def _step(self, start: int) -> list[torch.Tensor]:
         rows = slice(start, start + _BATCH)
         kinds, places = (column.view[rows].tolist() for column in (self._tensors.kind, self._tensors.storage))
-        usual = [number not in self._unusual.numbers for number in range(start, start + len(kinds))]
-        if all(usual):
+        numbers, apart = range(start, start + len(kinds)), self._unusual.numbers
+        if apart.isdisjoint(numbers):
             made = self._views(kinds, places)
         else:
+            usual = [number not in apart for number in numbers]
             views = iter(self._views(list(compress(kinds, usual)), list(compress(places, usual))))
-            made = [next(views) if is_usual else self._unusual.make(start + row) for row, is_usual in enumerate(usual)]
+            made = [self._unusual.make(number) if number in apart else next(views) for number in numbers]
         # As torch itself makes a parameter (``UninitializedParameter.materialize``) where nobody else has the tensor: without the
         # second tensor over the same memory that ``nn.Parameter(tensor)`` makes.
         parameter = nn.Parameter
